@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading JSON Lines and turning prompts with target-written answers into token rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+
+def load_jsonl(path: str | PathLike) -> list[dict[str, Any]]:
+    """
+    Rows of a JSON Lines file.
+
+    Raises:
+        ValueError: Names file and line of the first row that is not a JSON object.
+    """
+    rows = []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number}, is not JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}, line {number}, must hold a JSON object, found {type(row).__name__}.")
+        rows.append(row)
+    return rows
+
+
+def render_prompt(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
+    """Token ids of a conversation up to where the model answers; plain text for tokenizers without chat template."""
+    if tokenizer.chat_template is None:
+        text = "\n".join(message["content"] for message in messages)
+        return tokenizer(text)["input_ids"]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def completion_ids(tokenizer: Any, answer: dict[str, Any]) -> list[int]:
+    """The very ids the target generated: stored where its text does not re-tokenise to them, else from the text."""
+    ids = answer.get("ids")
+    if ids is None:
+        ids = tokenizer(answer["text"], add_special_tokens=False)["input_ids"]
+    return [*ids, tokenizer.eos_token_id] if answer["finished"] else list(ids)
+
+
+def training_rows(
+    tokenizer: Any, prompts: Iterable[dict[str, Any]], answers: Iterable[dict[str, Any]], max_length: int | None = None
+) -> list[dict[str, list[int]]]:
+    """
+    Rows with `input_ids` and `labels` (-100 outside the answer), as [`GTOTrainer`] takes them.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`): The target's.
+        prompts (`Iterable[dict]`): `{"id", "prompt"}`.
+        answers (`Iterable[dict]`): As [`regenerate`] writes them; several per prompt are several rows.
+        max_length (`int`, *optional*): Longer rows are cut.
+
+    Raises:
+        ValueError: If an answer belongs to none of the prompts.
+    """
+    texts = {row["id"]: row["prompt"] for row in prompts}
+    rows = []
+    for answer in answers:
+        if answer["id"] not in texts:
+            raise ValueError(f"The answer with `id={answer['id']!r}` belongs to none of the {len(texts)} prompts.")
+        prompt = render_prompt(tokenizer, [{"role": "user", "content": texts[answer["id"]]}])
+        completion = completion_ids(tokenizer, answer)
+        row = {"input_ids": prompt + completion, "labels": [-100] * len(prompt) + completion}
+        rows.append({key: ids[:max_length] for key, ids in row.items()})
+    return rows

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draft models (level 2): one interface, one class per architecture."""
+
+from transformers import AutoConfig, AutoModel
+
+from .base import DraftCheckpointError, DraftModel, DraftOutput, check_loaded, reference_copy
+from .config import DraftConfig
+from .eagle3 import Eagle3Draft
+from .prefix import DraftPrefix, NodeSteps
+from .vocab import check_vocab_buffers, choose_draft_vocab, count_tokens, vocab_buffers
+
+
+# A new architecture is one file, one line here and one row in the contract tests.
+DRAFTS: dict[str, type[DraftModel]] = {"eagle3": Eagle3Draft}
+
+AutoConfig.register(DraftConfig.model_type, DraftConfig, exist_ok=True)
+AutoModel.register(DraftConfig, Eagle3Draft, exist_ok=True)
+
+__all__ = [
+    "DRAFTS",
+    "DraftCheckpointError",
+    "DraftConfig",
+    "DraftModel",
+    "DraftOutput",
+    "DraftPrefix",
+    "Eagle3Draft",
+    "NodeSteps",
+    "check_loaded",
+    "check_vocab_buffers",
+    "choose_draft_vocab",
+    "count_tokens",
+    "reference_copy",
+    "vocab_buffers",
+]

@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""
+The one interface that decoding, training and checkpoints know of a draft. Level 2.
+
+A draft reads *pairs*: the target's feature at position `j` with the token at `j + 1`. Its output at pair `j` proposes
+the token at `j + 2`:
+
+    position   0     1     2     3          root x_3, the last known token, is pair 2: it
+    token      x_0   x_1   x_2   x_3        sees the target's features 0..2 and tokens 1..3
+    pair       -     0     1     2          and its output gives the root's children (x_4)
+    feature          f_0   f_1   f_2
+
+Below the root no target feature exists; a node pairs its token with its parent's output, on rotary position
+`pair + depth`.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers import initialization as init
+
+from gto_hf.target import embed_raw, fingerprint, unwrap
+from gto_hf.tree import TreeConfig
+
+from .attention import KeyValues
+from .config import DraftConfig
+from .vocab import check_vocab_buffers, vocab_buffers
+
+
+class DraftCheckpointError(ValueError):
+    """A folder that cannot be read as a draft; the message names the tensors or fields."""
+
+
+@dataclass
+class DraftOutput:
+    """
+    What a draft's layers return.
+
+    Attributes:
+        features (`torch.FloatTensor` of shape `(rows, F, H)`): Input of [`DraftModel.head`] and, below these
+            positions, of the draft itself.
+        key_values (`list[tuple[torch.Tensor, torch.Tensor]]`): Per layer, keys and values of the new positions only.
+    """
+
+    features: torch.Tensor
+    key_values: list[KeyValues]
+
+
+class _Borrowed:
+    """Holds a module of the target outside the draft's module tree: not saved, trained, moved or deep-copied."""
+
+    def __init__(self, module: nn.Module | None = None) -> None:
+        self.module = module
+
+    def __deepcopy__(self, memo: dict) -> _Borrowed:
+        return self
+
+    def __reduce__(self) -> tuple:
+        return (_Borrowed, ())
+
+
+class DraftModel(PreTrainedModel):
+    """
+    Base class of all drafts. A subclass implements `__init__`, `fuse`, `forward` and `head`.
+
+    The draft's vocabulary is stored as EAGLE-3 stores it: `d2t` `(Vd,)` int64 offsets and `t2d` `(V,)` bool.
+    """
+
+    config_class = DraftConfig
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
+    accepts_loss_kwargs = False
+    _supports_sdpa = True
+
+    config: DraftConfig
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__(config)
+        self._borrowed = _Borrowed()
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+        self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
+        if config.own_embeddings:
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, DraftModel):
+            # A reduced vocabulary has no default map: `t2d` stays empty and `attach` refuses it until one is set.
+            full = self.config.draft_vocab_size == self.config.vocab_size
+            init.zeros_(module.d2t)
+            init.constant_(module.t2d, full)
+
+    # ------------------------------------------------------------------ to be implemented
+    def fuse(self, target_features: torch.Tensor) -> torch.Tensor:
+        """Concatenated target features `(rows, F, len(feature_layers) * Ht)` to draft width `(rows, F, H)`."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        features: torch.Tensor,
+        position_ids: torch.Tensor,
+        past: list[KeyValues] | None,
+        past_mask: torch.Tensor,
+        nodes: list[KeyValues] | None = None,
+        node_mask: torch.Tensor | None = None,
+    ) -> DraftOutput:
+        """
+        Run the draft's layers on new pairs of a prefix, or on tree nodes. Writes no cache.
+
+        Args:
+            input_ids (`torch.LongTensor` of shape `(rows, F)`): Target-vocabulary ids.
+            features (`torch.FloatTensor` of shape `(rows, F, H)`): Fused target features for a prefix, parents'
+                outputs for nodes.
+            position_ids (`torch.LongTensor` of shape `(rows, F)`): Pair indices (plus depth for nodes).
+            past (`list[KeyValues]`, *optional*): Prefix, `(P, h_kv, T, d)` per layer.
+            past_mask (`torch.BoolTensor`): `(P, F, T + F)` for a prefix, `(R, T)` for nodes; true = visible.
+            nodes (`list[KeyValues]`, *optional*): Nodes so far, `(R, h_kv, S - F, d)` per layer.
+            node_mask (`torch.BoolTensor` of shape `(R, F, S)`, *optional*): Given for nodes only.
+        """
+        raise NotImplementedError
+
+    def head(self, features: torch.Tensor) -> torch.Tensor:
+        """Draft logits `(..., Vd)` from [`DraftOutput`] features `(..., H)`."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------ tree
+    @property
+    def tree(self) -> TreeConfig:
+        """The tree this draft decodes with; assign a [`TreeConfig`] to change it. Saved in the config."""
+        return TreeConfig(**self.config.tree)
+
+    @tree.setter
+    def tree(self, value: TreeConfig) -> None:
+        if not isinstance(value, TreeConfig):
+            raise TypeError(f"`draft.tree` takes a TreeConfig, got {type(value).__name__}.")
+        if value.top_k > self.config.draft_vocab_size:
+            raise ValueError(
+                f"`top_k={value.top_k}` is more than the draft's vocabulary of {self.config.draft_vocab_size}."
+            )
+        self.config.tree = value.to_dict()
+
+    # ------------------------------------------------------------------ vocabulary
+    @property
+    def kept_ids(self) -> torch.Tensor:
+        """`(Vd,)` int64: target id of every row of the head."""
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    def set_vocab(self, kept: torch.Tensor) -> None:
+        """
+        Choose the target tokens that the head's rows stand for. Only for a fresh draft: rows are not moved.
+
+        Args:
+            kept (`torch.LongTensor` of shape `(Vd,)`): Distinct target ids.
+        """
+        if len(kept) != self.config.draft_vocab_size:
+            raise ValueError(f"Got {len(kept)} ids for a head of {self.config.draft_vocab_size} rows.")
+        d2t, t2d = vocab_buffers(kept.to(self.d2t.device), self.config.vocab_size)
+        check_vocab_buffers(d2t, t2d, self.config.vocab_size)
+        self.d2t.copy_(d2t)
+        self.t2d.copy_(t2d)
+
+    def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
+        """Draft-vocabulary ids of any shape to target ids."""
+        return draft_ids + self.d2t[draft_ids]
+
+    def to_draft_ids(self, target_ids: torch.Tensor) -> torch.Tensor:
+        """Target ids of any shape to draft-vocabulary ids; -1 for tokens the draft cannot say."""
+        table = torch.full((self.config.vocab_size,), -1, dtype=torch.long, device=self.d2t.device)
+        table[self.kept_ids] = torch.arange(len(self.d2t), device=self.d2t.device)
+        return table[target_ids]
+
+    # ------------------------------------------------------------------ target
+    def check_target(self, target: nn.Module) -> None:
+        """
+        Compare this draft with a target before any forward.
+
+        Raises:
+            ValueError: If width, depth or vocabulary do not fit, or the draft has no vocabulary map.
+        Warns:
+            If the sizes fit but the target says it is another model or another revision.
+        """
+        config, found = self.config, fingerprint(target)
+        name = found["name_or_path"] or type(unwrap(target)).__name__
+        if found["hidden_size"] != config.target_hidden_size:
+            raise ValueError(
+                f"This draft reads a target of width {config.target_hidden_size}, but {name} has "
+                f"`hidden_size={found['hidden_size']}`. A draft serves only the target it was trained for."
+            )
+        if found["vocab_size"] != config.vocab_size:
+            raise ValueError(
+                f"This draft was made for a target vocabulary of {config.vocab_size}, but {name} has "
+                f"`vocab_size={found['vocab_size']}`. A draft serves only the target it was trained for."
+            )
+        layers = found["num_hidden_layers"]
+        if not config.feature_layers or config.feature_layers[-1] > layers:
+            raise ValueError(
+                f"This draft reads `feature_layers={config.feature_layers}`, but {name} has {layers} layers. Load the "
+                "target it was trained for, or say which `hidden_states` indices it reads with `feature_layers=`."
+            )
+        made_for = (config.target or {}).get("num_hidden_layers")
+        if made_for not in (None, layers):
+            raise ValueError(
+                f"This draft reads `feature_layers={config.feature_layers}` of a {made_for}-layer target "
+                f"({config.target.get('name_or_path')}), but {name} has {layers} layers. Load that target."
+            )
+        if not bool(self.t2d.any()):
+            raise ValueError(
+                f"This draft has {config.draft_vocab_size} of {config.vocab_size} tokens but no map (`d2t`, `t2d`) that "
+                "says which. Build it with `from_target(..., token_counts=...)` or call `set_vocab`."
+            )
+        for field in ("name_or_path", "revision", "quantization"):
+            expected = (config.target or {}).get(field)
+            if expected is not None and found[field] is not None and expected != found[field]:
+                warnings.warn(
+                    f"This draft was trained for `{field}={expected}` but decodes for `{found[field]}`: the text stays "
+                    "right, the acceptance length may suffer."
+                )
+
+    def attach(self, target: nn.Module) -> Self:
+        """
+        Check the target and borrow its token embedding, unless the draft has its own. Idempotent.
+
+        The embedding is held outside the module tree: it is not saved, trained, or moved with the draft.
+        """
+        embedding = unwrap(target).get_input_embeddings()
+        if self._borrowed.module is not embedding:
+            self.check_target(target)
+            self._borrowed = _Borrowed(embedding)
+        return self
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Token embeddings `(rows, F, H)` from the draft's own or the attached target's table."""
+        if self.config.own_embeddings:
+            return self.embed_tokens(input_ids)
+        if self._borrowed.module is None:
+            raise ValueError("This draft borrows its target's embedding: call `draft.attach(target)` first.")
+        return embed_raw(self._borrowed.module, input_ids).to(self.device, self.dtype)
+
+    def get_input_embeddings(self) -> nn.Module | None:
+        """The draft's own embedding; None when it borrows the target's."""
+        return self.embed_tokens if self.config.own_embeddings else None
+
+    def get_output_embeddings(self) -> None:
+        """None: the head has its own vocabulary, so nothing may tie, resize or fuse it."""
+        return None
+
+    def enable_input_require_grads(self) -> None:
+        """Nothing to do: gradients enter through the layers, not the embedding (asked for by PEFT trainers)."""
+
+    # ------------------------------------------------------------------ loading
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Self:
+        """
+        Load a draft that `save_pretrained` wrote; every tensor must be there and nothing else.
+
+        [`AutoDraft.from_pretrained`] reads this and the published layouts.
+
+        Raises:
+            DraftCheckpointError: Names missing and unexpected tensors.
+        """
+        loading_info = kwargs.pop("output_loading_info", False)
+        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        check_loaded(str(pretrained_model_name_or_path), info["missing_keys"], info["unexpected_keys"])
+        return (model, info) if loading_info else model
+
+
+def check_loaded(source: str, missing: Any, unexpected: Any) -> None:
+    """Raise [`DraftCheckpointError`] if any tensor is missing or left over."""
+    if not missing and not unexpected:
+        return
+    parts = []
+    for what, keys in (("missing", sorted(missing)), ("unexpected", sorted(unexpected))):
+        if keys:
+            shown = ", ".join(f"`{k}`" for k in keys[:5]) + (", ..." if len(keys) > 5 else "")
+            parts.append(f"{len(keys)} tensors are {what}: {shown}")
+    raise DraftCheckpointError(
+        f"`{source}` is not a complete draft: {'; '.join(parts)}. Save or convert it again; a partly loaded draft writes "
+        "the right text at no speed."
+    )
+
+
+def reference_copy(draft: DraftModel) -> DraftModel:
+    """A frozen copy of a draft in evaluation mode (GTO's reference `M0`), sharing only the borrowed embedding."""
+    return copy.deepcopy(draft).eval().requires_grad_(False)

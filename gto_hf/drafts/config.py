@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configuration of a draft model. Level 2: knows the tree, not the target."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import LlamaConfig
+
+from gto_hf.tree import TreeConfig
+
+
+FORMAT_VERSION = 1
+
+
+class DraftConfig(LlamaConfig):
+    """
+    Configuration of a [`DraftModel`]; the Llama fields describe the draft's own decoder layer.
+
+    Args:
+        draft_type (`str`, *optional*, defaults to `"eagle3"`):
+            Which class of `DRAFTS` these weights belong to.
+        vocab_size (`int`):
+            Rows of the **target's** vocabulary. `generate` compares it with the target's.
+        draft_vocab_size (`int`, *optional*):
+            Rows of the draft's own head; defaults to `vocab_size`.
+        target_hidden_size (`int`, *optional*):
+            Width of the target; defaults to `hidden_size`.
+        feature_layers (`tuple[int, ...]`):
+            Indices into the target's Hugging Face `hidden_states` (0 = embeddings, `k` = output of layer `k - 1`), low
+            to high. vLLM and speculators use the same numbers; SpecForge, SGLang and ModelOpt files hold `k - 1`.
+        own_embeddings (`bool`, *optional*, defaults to `False`):
+            Whether the draft stores a token embedding. If not, it borrows the target's (see [`DraftModel.attach`]).
+        trained_length (`int`, *optional*):
+            Longest row, in tokens, that the draft saw in training. Apart from `max_position_embeddings` on purpose:
+            rotary angles are computed on the fly and have no limit of their own.
+        tree (`dict`, *optional*):
+            The decoding tree, as [`TreeConfig.to_dict`] gives it.
+        target (`dict`, *optional*):
+            Fingerprint of the target the draft was made for: `name_or_path`, `revision`, `model_type`, `hidden_size`,
+            `num_hidden_layers`, `vocab_size`, `quantization`.
+
+    Raises:
+        ValueError: If the fields contradict each other, or the folder was written by a newer format.
+    """
+
+    model_type = "gto_draft"
+
+    draft_type: str = "eagle3"
+    draft_vocab_size: int | None = None
+    target_hidden_size: int | None = None
+    feature_layers: list[int] | tuple[int, ...] | None = None
+    own_embeddings: bool = False
+    trained_length: int | None = None
+    tree: dict[str, int] | None = None
+    target: dict[str, Any] | None = None
+    format_version: int = FORMAT_VERSION
+    num_hidden_layers: int = 1
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self.tie_word_embeddings = False  # the draft's head is its own, whatever the target does
+        super().__post_init__(**kwargs)
+        self.tie_word_embeddings = False
+        if self.draft_vocab_size is None:
+            self.draft_vocab_size = self.vocab_size
+        if self.target_hidden_size is None:
+            self.target_hidden_size = self.hidden_size
+        self.feature_layers = list(self.feature_layers or [])
+        self.tree = TreeConfig(**(self.tree or {})).to_dict()
+        self._check()
+
+    def validate_architecture(self) -> None:
+        """Unlike Llama, `head_dim` is explicit, so heads need not divide the width."""
+
+    def _check(self) -> None:
+        if self.format_version > FORMAT_VERSION:
+            raise ValueError(
+                f"This draft was saved with `format_version={self.format_version}`; this gto-hf reads up to "
+                f"{FORMAT_VERSION}. Upgrade gto-hf."
+            )
+        if self.num_hidden_layers != 1:
+            raise ValueError(f"An EAGLE-3 draft has one layer, but `num_hidden_layers={self.num_hidden_layers}`.")
+        if not 0 < self.draft_vocab_size <= self.vocab_size:
+            raise ValueError(
+                f"`draft_vocab_size={self.draft_vocab_size}` must lie between 1 and `vocab_size={self.vocab_size}`."
+            )
+        layers = self.feature_layers
+        if any(i < 0 for i in layers) or sorted(set(layers)) != layers:
+            raise ValueError(
+                f"`feature_layers={layers}` must be distinct indices into `hidden_states`, in ascending order."
+            )
+        if not self.own_embeddings and self.target_hidden_size != self.hidden_size:
+            raise ValueError(
+                f"A draft of width {self.hidden_size} cannot borrow the embedding of a target of width "
+                f"{self.target_hidden_size}. Set `own_embeddings=True`."
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"`head_dim={self.head_dim}` must be even for rotary embeddings.")

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""
+EAGLE-3 draft (Li et al. 2025, https://huggingface.co/papers/2503.01840). Level 2.
+
+Module names are those of SafeAILab's checkpoints, so no renaming stands between their files and ours.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import torch
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
+
+from gto_hf.target import default_feature_layers, final_norm_scale, fingerprint, text_config, unwrap
+from gto_hf.tree import TreeConfig
+
+from .attention import DraftAttention, KeyValues
+from .base import DraftModel, DraftOutput
+from .config import DraftConfig
+from .vocab import choose_draft_vocab
+
+
+class Eagle3Layer(GradientCheckpointingLayer):
+    """A Llama layer whose attention reads `[norm(embedding); norm(feature)]`; the residual is the raw feature."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.self_attn = DraftAttention(config, 2 * config.hidden_size)
+        self.mlp = LlamaMLP(config)
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)  # on the embedding
+        self.hidden_norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)  # on the feature
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self, embeddings: torch.Tensor, features: torch.Tensor, *attention: Any
+    ) -> tuple[torch.Tensor, KeyValues]:
+        """`embeddings`, `features` `(rows, F, H)`; `attention` is passed to [`DraftAttention`] as it is."""
+        inputs = torch.cat([self.input_layernorm(embeddings), self.hidden_norm(features)], dim=-1)
+        attended, new = self.self_attn(inputs, *attention)
+        features = features + attended
+        return features + self.mlp(self.post_attention_layernorm(features)), new
+
+
+class Eagle3Draft(DraftModel):
+    """
+    One decoder layer over fused low, middle and high features of the target, with its own reduced head.
+
+    `features` returned by [`forward`] are pre-norm: they are what the draft feeds back to itself; the norm belongs to
+    the head.
+    """
+
+    _no_split_modules = ["Eagle3Layer"]
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__(config)
+        self.fc = nn.Linear(len(config.feature_layers) * config.target_hidden_size, config.hidden_size, bias=False)
+        self.midlayer = Eagle3Layer(config)
+        self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.post_init()
+
+    def fuse(self, target_features: torch.Tensor) -> torch.Tensor:
+        """See [`DraftModel.fuse`]."""
+        return self.fc(target_features.to(self.device, self.dtype))
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        features: torch.Tensor,
+        position_ids: torch.Tensor,
+        past: list[KeyValues] | None,
+        past_mask: torch.Tensor,
+        nodes: list[KeyValues] | None = None,
+        node_mask: torch.Tensor | None = None,
+    ) -> DraftOutput:
+        """See [`DraftModel.forward`]."""
+        embeddings = self.embed(input_ids)
+        rotary = self.rotary_emb(embeddings, position_ids)
+        past_layer = past[0] if past else None
+        nodes_layer = nodes[0] if nodes else None
+        features, new = self.midlayer(embeddings, features, rotary, past_layer, past_mask, nodes_layer, node_mask)
+        return DraftOutput(features=features, key_values=[new])
+
+    def head(self, features: torch.Tensor) -> torch.Tensor:
+        """See [`DraftModel.head`]."""
+        return self.lm_head(self.norm(features))
+
+    @classmethod
+    def from_target(
+        cls,
+        target: nn.Module,
+        *,
+        draft_vocab_size: int | None = None,
+        token_counts: torch.Tensor | None = None,
+        tokenizer: Any = None,
+        feature_layers: list[int] | tuple[int, ...] | None = None,
+        tree: TreeConfig | None = None,
+        dtype: torch.dtype | None = None,
+        **config_kwargs: Any,
+    ) -> Self:
+        """
+        A fresh draft shaped like its target, ready to train.
+
+        Width, heads, norm epsilon, activation and RoPE are the target's; head rows and final norm start as copies of
+        the target's (when the widths agree); the rest is random, under the global torch seed.
+
+        Args:
+            target (`PreTrainedModel`): Unchanged causal LM.
+            draft_vocab_size (`int`, *optional*): Rows of the draft's head; defaults to the whole vocabulary.
+            token_counts (`torch.LongTensor` of shape `(V,)`, *optional*): Token frequencies in the training text (see
+                [`count_tokens`]). Needed for a reduced vocabulary.
+            tokenizer (`PreTrainedTokenizerBase`, *optional*): Its special and added tokens are always kept.
+            feature_layers (`list[int]`, *optional*): Indices into the target's `hidden_states`; defaults to EAGLE-3's
+                `(2, n // 2, n - 3)`.
+            tree ([`TreeConfig`], *optional*): Decoding tree.
+            dtype (`torch.dtype`, *optional*, defaults to `torch.float32`): Of the draft's weights.
+            **config_kwargs: Any [`DraftConfig`] field, for example `hidden_size=1024`.
+
+        Raises:
+            ValueError: If a reduced vocabulary comes without counts, or the fields do not fit each other.
+        """
+        config = cls._config_like(target, draft_vocab_size, feature_layers, tree, config_kwargs)
+        draft = cls(config).to(dtype or torch.float32)
+        if config.draft_vocab_size < config.vocab_size:
+            if token_counts is None:
+                raise ValueError(
+                    f"`draft_vocab_size={config.draft_vocab_size}` of {config.vocab_size} tokens needs `token_counts`: "
+                    "which tokens are kept decides what the draft can say. Use `count_tokens(rows, vocab_size)`."
+                )
+            keep = _structural_ids(target, tokenizer)
+            draft.set_vocab(choose_draft_vocab(token_counts.cpu(), config.draft_vocab_size, keep))
+        draft._copy_from(target)
+        draft.tree = draft.tree  # checks top_k against the vocabulary
+        return draft.attach(target)
+
+    @staticmethod
+    def _config_like(
+        target: nn.Module,
+        draft_vocab_size: int | None,
+        feature_layers: list[int] | tuple[int, ...] | None,
+        tree: TreeConfig | None,
+        overrides: dict[str, Any],
+    ) -> DraftConfig:
+        """A [`DraftConfig`] with the target's shape; `overrides` win."""
+        source = text_config(target)
+        width = overrides.get("hidden_size", source.hidden_size)
+        heads = source.num_attention_heads
+        fields: dict[str, Any] = {
+            "vocab_size": source.vocab_size,
+            "draft_vocab_size": draft_vocab_size,
+            "hidden_size": width,
+            "target_hidden_size": source.hidden_size,
+            "own_embeddings": width != source.hidden_size,
+            "intermediate_size": getattr(source, "intermediate_size", None) or 4 * width,
+            "num_attention_heads": heads,
+            "num_key_value_heads": getattr(source, "num_key_value_heads", None) or heads,
+            "head_dim": getattr(source, "head_dim", None) or width // heads,
+            "hidden_act": "silu",
+            "rms_norm_eps": getattr(source, "rms_norm_eps", 1e-6),
+            "max_position_embeddings": getattr(source, "max_position_embeddings", 2048),
+            "rope_parameters": _plain_rope(source),
+            "feature_layers": feature_layers or default_feature_layers(source.num_hidden_layers),
+            "tree": None if tree is None else tree.to_dict(),
+            "target": fingerprint(target),
+            "bos_token_id": source.bos_token_id,
+            "eos_token_id": source.eos_token_id,
+            "pad_token_id": source.pad_token_id,
+            "initializer_range": getattr(source, "initializer_range", 0.02),
+        }
+        return DraftConfig(**{**fields, **overrides})
+
+    @torch.no_grad()
+    def _copy_from(self, target: nn.Module) -> None:
+        """Start head rows and final norm (and an own embedding of equal width) as copies of the target's."""
+        model = unwrap(target)
+        kept = self.kept_ids
+        head = model.get_output_embeddings()
+        weight = getattr(head, "weight", None)
+        if weight is not None and weight.shape[-1] == self.config.hidden_size and weight.is_floating_point():
+            self.lm_head.weight.copy_(weight[kept.to(weight.device)])
+            scale = final_norm_scale(target)
+            if scale is not None:
+                self.norm.weight.copy_(scale)
+        if self.config.own_embeddings:
+            embedding = model.get_input_embeddings().weight
+            if embedding.shape == self.embed_tokens.weight.shape:
+                self.embed_tokens.weight.copy_(embedding)
+
+
+def _plain_rope(source: Any) -> dict[str, Any]:
+    """The target's rotary parameters if they are one flat set; otherwise the default rotary with base 10,000."""
+    rope = getattr(source, "rope_parameters", None)
+    if not isinstance(rope, dict) or "rope_type" not in rope or rope.get("mrope_section"):
+        return {"rope_type": "default", "rope_theta": 10000.0}
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        return {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)}
+    return dict(rope)
+
+
+def _structural_ids(target: nn.Module, tokenizer: Any) -> set[int]:
+    """Ids that are rare in text but must stay sayable: special, added and byte-level tokens, BOS and EOS."""
+    config = unwrap(target).config
+    keep: set[int] = set()
+    for source in (text_config(target), getattr(unwrap(target), "generation_config", None), config):
+        for name in ("bos_token_id", "eos_token_id"):
+            ids = getattr(source, name, None)
+            keep.update(ids if isinstance(ids, (list, tuple)) else [] if ids is None else [ids])
+    if tokenizer is not None:
+        keep.update(tokenizer.all_special_ids)
+        keep.update(tokenizer.added_tokens_decoder)
+        # Every byte must stay sayable, or text outside the corpus's alphabet drafts nothing.
+        single = [token for token in tokenizer.get_vocab() if len(token) == 1 or _is_byte(token)]
+        keep.update(i for i in tokenizer.convert_tokens_to_ids(single) if i is not None)
+    return keep
+
+
+def _is_byte(token: str) -> bool:
+    """Whether a token is a SentencePiece byte such as `<0x0A>`."""
+    return len(token) == 6 and token.startswith("<0x") and token.endswith(">")

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""
+What can be read from an unchanged target without a forward: sizes, fingerprint, embedding, head and final norm.
+
+Level 1. Works through public accessors (`get_text_config`, `get_input_embeddings`, ..), never through key names, so
+multimodal wrappers and PEFT models are read like plain ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The transformers model inside a PEFT wrapper (its adapters stay active), or `model` itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def text_config(target: nn.Module) -> PreTrainedConfig:
+    """Configuration of the language model, also for multimodal wrappers."""
+    return unwrap(target).config.get_text_config()
+
+
+def fingerprint(target: nn.Module) -> dict[str, Any]:
+    """
+    What identifies a target, as stored in a draft's `config.target`.
+
+    Returns:
+        `dict`: `name_or_path` and `revision` (who it says it is; local paths are kept out, they mean nothing
+        elsewhere), sizes (what must fit), and `quantization` (features change with it).
+    """
+    model, config = unwrap(target), text_config(target)
+    quantization = getattr(model.config, "quantization_config", None)
+    method = getattr(quantization, "quant_method", None)
+    name = model.config._name_or_path
+    return {
+        "name_or_path": None if not name or name.startswith((".", "/", "~")) or "\\" in name else name,
+        "revision": getattr(model.config, "_commit_hash", None),
+        "model_type": config.model_type,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_hidden_layers,
+        "vocab_size": config.vocab_size,
+        "quantization": None if method is None else str(getattr(method, "value", method)),
+    }
+
+
+def default_feature_layers(num_hidden_layers: int) -> list[int]:
+    """
+    EAGLE-3's three `hidden_states` indices `(2, n // 2, n - 3)`: a low, a middle and a high boundary.
+
+    Raises:
+        ValueError: For targets of fewer than 7 layers, where the rule gives repeated or descending indices.
+    """
+    layers = [2, num_hidden_layers // 2, num_hidden_layers - 3]
+    if sorted(set(layers)) != layers:
+        raise ValueError(
+            f"EAGLE-3's feature layers (2, n // 2, n - 3) are {tuple(layers)} for a target of {num_hidden_layers} "
+            "layers: repeated or out of order. Name them yourself, for example `feature_layers=[1, 2]`."
+        )
+    return layers
+
+
+def embed_raw(embedding: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
+    """
+    Rows of an embedding as stored. Some targets (Gemma) scale inside the module; published drafts read the raw rows.
+    """
+    input_ids = input_ids.to(embedding.weight.device)
+    if type(embedding).forward is nn.Embedding.forward:
+        return embedding(input_ids)  # as a module, so that sharding hooks see the call
+    return F.embedding(input_ids, embedding.weight)
+
+
+def final_norm_scale(target: PreTrainedModel) -> torch.Tensor | None:
+    """
+    Effective weight `(H,)` of the target's last RMS norm, or None when it has no such norm.
+
+    An RMS norm maps a vector of ones to its own scale, whether it stores `w` or, as Gemma, `w - 1`.
+    """
+    decoder = unwrap(target)
+    decoder = decoder.get_decoder() if hasattr(decoder, "get_decoder") else decoder.base_model
+    norms = [m for name, m in decoder.named_children() if "norm" in type(m).__name__.lower()]
+    if not norms:
+        return None
+    width, weight = text_config(target).hidden_size, next(norms[-1].parameters(), None)
+    if weight is None or weight.numel() != width:
+        return None
+    with torch.no_grad():
+        scale = norms[-1](torch.ones(1, 1, width, dtype=weight.dtype, device=weight.device)).flatten()
+    return scale if bool(scale.abs().max() > 0) else None  # a LayerNorm maps ones to its bias

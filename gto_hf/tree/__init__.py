@@ -1,0 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draft trees and the policy that grows them (level 0: imports torch and nothing else)."""
+
+from .config import TreeConfig
+from .policy import Expansion, Step, grow_trees, stable_topk
+from .tree import DraftTree
+
+
+__all__ = ["DraftTree", "Expansion", "Step", "TreeConfig", "grow_trees", "stable_topk"]
