@@ -287,6 +287,6 @@ def check_loaded(source: str, missing: Any, unexpected: Any) -> None:
     )
 
 
-def reference_copy(draft: DraftModel) -> DraftModel:
-    """A frozen copy of a draft in evaluation mode (GTO's reference `M0`), sharing only the borrowed embedding."""
+def reference_copy(draft: nn.Module) -> nn.Module:
+    """A frozen copy of a draft (PEFT wrapper included) in evaluation mode, sharing only the borrowed embedding."""
     return copy.deepcopy(draft).eval().requires_grad_(False)

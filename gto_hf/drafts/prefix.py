@@ -64,13 +64,6 @@ class DraftPrefix:
             self.key_values = [append(old, new) for old, new in zip(self.key_values, output.key_values, strict=True)]
         return output.features
 
-    def detached(self) -> DraftPrefix:
-        """The same prefix without its graph, for growing trees."""
-        copy = DraftPrefix(self.draft)
-        copy.key_values = [(k.detach(), v.detach()) for k, v in self.key_values]
-        copy.valid = self.valid
-        return copy
-
 
 class NodeSteps:
     """

@@ -47,12 +47,15 @@ def stable_topk(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tenso
     Ties are common in half precision. Rows without a tie at the cut take the fast path.
     """
     size = values.shape[-1]
+    if not 0 < k <= size:
+        raise ValueError(f"Cannot take the best {k} of {size} values; a tree's `top_k` must fit the draft's vocabulary.")
     best, index = values.topk(min(k + 1, size), dim=-1)
     if size > k:
         tied = best[..., k - 1] == best[..., k]
         best, index = best[..., :k], index[..., :k]
         if tied.any():
             rows, cut = values[tied], best[tied][:, -1:]
+            _refuse_nan(rows)
             above, equal = rows > cut, rows == cut
             room = k - above.sum(-1, keepdim=True)
             chosen = above | (equal & (equal.cumsum(-1) <= room))
@@ -61,6 +64,14 @@ def stable_topk(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tenso
     index = index.sort(dim=-1).values
     best, order = values.gather(-1, index).sort(dim=-1, descending=True, stable=True)
     return best, index.gather(-1, order)
+
+
+def _refuse_nan(scores: torch.Tensor) -> None:
+    if torch.isnan(scores).any():
+        raise ValueError(
+            "The draft's scores contain NaN, so no tree can be grown. Its weights or the target's features are not "
+            "finite: check the checkpoint, and train in bfloat16 or float32 rather than float16."
+        )
 
 
 def grow_trees(step: Step, root_tokens: torch.Tensor, root: Expansion, config: TreeConfig) -> DraftTree:
@@ -124,11 +135,7 @@ def _prune(
     config: TreeConfig,
 ) -> DraftTree:
     """Keep the best `total_tokens` of the candidates (all `(R, C)`; parents count from 1, 0 is the root)."""
-    if torch.isnan(scores).any():
-        raise ValueError(
-            "The draft's scores contain NaN, so no tree can be grown. Its weights or the target's features are not "
-            "finite: check the checkpoint, and train in bfloat16 or float32 rather than float16."
-        )
+    _refuse_nan(scores)
     rows, candidates = scores.shape
     kept = stable_topk(scores, config.total_tokens)[1].sort(dim=1).values
     column = torch.zeros(rows, candidates + 1, dtype=torch.long, device=scores.device)

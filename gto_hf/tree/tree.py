@@ -42,7 +42,7 @@ class DraftTree:
     @property
     def max_depth(self) -> int:
         """Deepest level that any of the trees reaches, in tokens."""
-        return int(self.depths.max())
+        return int(self.depths.max()) if self.depths.numel() else 0
 
     def ancestor_mask(self) -> torch.Tensor:
         """`(R, N + 1, N + 1)` bool: entry `(i, j)` is true when `j` is `i` itself or one of its ancestors."""

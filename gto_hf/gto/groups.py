@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which positions of a sequence are trained, and which of them form GTO's groups. Level 4."""
+
+from __future__ import annotations
+
+import torch
+
+
+def supervised_targets(labels: torch.Tensor, input_ids: torch.Tensor, eos_ids: torch.Tensor) -> torch.Tensor:
+    """
+    Positions whose token a draft is asked to predict.
+
+    Position `p` counts if it is labelled, has a root with a target feature before it (`p >= 2`), and does not follow
+    an end-of-sequence token: decoding never drafts there.
+
+    Args:
+        labels (`torch.LongTensor` of shape `(B, T)`): -100 where not supervised; unshifted, as collators give them.
+        input_ids (`torch.LongTensor` of shape `(B, T)`): Tokens.
+        eos_ids (`torch.LongTensor` of shape `(E,)`): The target's end-of-sequence ids.
+
+    Returns:
+        `torch.BoolTensor` of shape `(B, T)`.
+    """
+    wanted = labels != -100
+    wanted[:, :2] = False
+    wanted[:, 1:] &= ~torch.isin(input_ids[:, :-1], eos_ids)
+    return wanted
+
+
+def roots_of(targets: torch.Tensor) -> torch.Tensor:
+    """`(B, T)` bool: positions `t` whose next token is one of `targets`; each is the root of one draft tree."""
+    return torch.cat([targets[:, 1:], torch.zeros_like(targets[:, :1])], dim=1)
+
+
+def _slots(row: torch.Tensor, size: int, generator: torch.Generator | None) -> list[int]:
+    """First positions of the non-overlapping groups of `size` adjacent roots that fit into one row."""
+    positions = row.nonzero()[:, 0].tolist()
+    starts, run = [], 0
+    for i, position in enumerate(positions):
+        if i + 1 < len(positions) and positions[i + 1] == position + 1:
+            continue
+        length = i + 1 - run
+        count, slack = divmod(length, size)
+        if count:
+            shift = 0
+            if generator is not None and slack:
+                shift = int(torch.randint(slack + 1, (1,), generator=generator))
+            starts.extend(positions[run] + shift + size * j for j in range(count))
+        run = i + 1
+    return starts
+
+
+def count_groups(roots: torch.Tensor, num_groups: int, group_size: int) -> int:
+    """
+    Groups that [`sample_groups`] will find in a batch, whatever its generator says.
+
+    Args:
+        roots (`torch.BoolTensor` of shape `(B, T)`): See [`roots_of`].
+    """
+    return sum(min(num_groups, len(_slots(row, group_size, None))) for row in roots.cpu())
+
+
+def sample_groups(
+    roots: torch.Tensor, num_groups: int, group_size: int, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Up to `num_groups` non-overlapping groups of `group_size` adjacent roots per row (K and m of Sec. 3.2).
+
+    A group never bridges a gap in supervision, so it never holds two documents or turns.
+
+    Args:
+        roots (`torch.BoolTensor` of shape `(B, T)`): See [`roots_of`].
+        generator (`torch.Generator`): CPU generator; the only randomness.
+
+    Returns:
+        `positions` `(B, G, m)` int64, ascending, and `valid` `(B, G)` bool. `G` is the largest number of groups of a
+        row; missing groups repeat position 1 and are not valid.
+
+    Source: https://huggingface.co/papers/2509.22134, Sec. 3.2 and Alg. 1.
+    """
+    chosen = []
+    for row in roots.cpu():
+        slots = torch.tensor(_slots(row, group_size, generator), dtype=torch.long)
+        chosen.append(slots[torch.randperm(len(slots), generator=generator)[:num_groups]].sort().values)
+    width = max(len(slots) for slots in chosen)
+    valid = torch.tensor([[j < len(slots) for j in range(width)] for slots in chosen], dtype=torch.bool)
+    starts = torch.ones(len(chosen), width, dtype=torch.long)
+    for i, slots in enumerate(chosen):
+        starts[i, : len(slots)] = slots
+    step = torch.arange(group_size) * valid[..., None]
+    return (starts[..., None] + step).to(roots.device), valid.view(len(chosen), width).to(roots.device)

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One forward of the frozen target over a batch: features, the logits that are needed, and its cache. Level 4."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .sequences import Sequences
+
+
+@dataclass(frozen=True)
+class TargetReading:
+    """
+    What the target says about a batch.
+
+    Attributes:
+        sequences ([`Sequences`]): Tokens and features.
+        logits (`torch.FloatTensor` of shape `(B, last - first, V)`): In the target's dtype, at slots `first ..`.
+        first (`int`): Slot of the first logits.
+        cache (`Cache`, *optional*): Keys and values of the sequences, if asked for.
+    """
+
+    sequences: Sequences
+    logits: torch.Tensor
+    first: int
+    cache: Any
+
+
+@torch.no_grad()
+def read_target(
+    target: Any,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    feature_layers: list[int],
+    first: int,
+    last: int,
+    *,
+    use_cache: bool,
+) -> TargetReading:
+    """
+    Forward a batch, padded on either side, through the target.
+
+    Args:
+        target (`PreTrainedModel`): Frozen causal LM.
+        input_ids, attention_mask (`torch.LongTensor` of shape `(B, T)`): Batch.
+        feature_layers (`list[int]`): Indices into `hidden_states`.
+        first, last (`int`): Slots `first .. last - 1` whose logits are wanted; no others are computed.
+        use_cache (`bool`): Keep keys and values, to hang trees on.
+    """
+    position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)
+    inputs = {
+        "input_ids": input_ids,
+        "attention_mask": attention_mask,
+        "position_ids": position_ids,
+        "output_hidden_states": list(feature_layers),
+        "use_cache": use_cache,
+    }
+    narrow = target._supports_logits_to_keep()
+    if narrow:
+        inputs["logits_to_keep"] = torch.arange(first, last, device=input_ids.device)
+    output = target(**inputs)
+    features = torch.cat([output.hidden_states[i].to(input_ids.device) for i in feature_layers], dim=-1)
+    return TargetReading(
+        sequences=Sequences(input_ids, features, attention_mask.bool(), position_ids),
+        logits=output.logits if narrow else output.logits[:, first:last],
+        first=first,
+        cache=output.cache if use_cache else None,
+    )

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""
+The two halves of a training step. Level 4: models and tensors in, tensors out; no trainer, no logging.
+
+`plan_groups` decides, without gradient, what to reinforce: trees of draft and reference, the target's view of them,
+rewards, advantages, accepted paths. `draft_forward` is everything that carries gradient, in one call, so that wrappers
+(DDP, FSDP, autocast) see one forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gto_hf.drafts import DraftModel
+from gto_hf.tree import DraftTree, TreeConfig
+
+from .objective import group_advantages
+from .paths import accepted_paths, path_log_probs
+from .rewards import expected_acceptance, prefix_probs, tree_reward
+from .scoring import score_trees
+from .sequences import SequencePrefix, Sequences
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """
+    What one batch reinforces. Groups are those that exist; `B * G * m` roots include padding groups.
+
+    Attributes:
+        roots (`torch.LongTensor` of shape `(B, G * m)`): Root slots, padding groups at slot 1.
+        valid (`torch.BoolTensor` of shape `(B * G,)`): Groups that exist.
+        paths, lengths: Accepted path of the draft's tree at each root, `(B * G * m, D)` and `(B * G * m,)`.
+        advantages (`torch.FloatTensor` of shape `(groups, m)`): Of the groups that exist.
+        reference_log_probs (`torch.FloatTensor` of shape `(groups, m)`): `log M0(path)`.
+        rewards, reference_rewards, expected, reference_expected (`(groups, m)`): For the log.
+        target_nodes (`int`): Tree tokens forwarded through the target.
+    """
+
+    roots: torch.Tensor
+    valid: torch.Tensor
+    paths: torch.Tensor
+    lengths: torch.Tensor
+    advantages: torch.Tensor
+    reference_log_probs: torch.Tensor
+    rewards: torch.Tensor
+    reference_rewards: torch.Tensor
+    expected: torch.Tensor
+    reference_expected: torch.Tensor
+    target_nodes: int
+
+    def of_groups(self, values: torch.Tensor) -> torch.Tensor:
+        """`(B * G * m,)` values of all roots to `(groups, m)` of the groups that exist."""
+        return values.view(len(self.valid), -1)[self.valid]
+
+
+def _joined(first: DraftTree, second: DraftTree, batch: int) -> DraftTree:
+    """Both drafts' trees side by side within each sequence."""
+
+    def join(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return torch.cat([a.view(batch, -1, a.shape[-1]), b.view(batch, -1, b.shape[-1])], 1).flatten(0, 1)
+
+    return DraftTree(*(join(getattr(first, n), getattr(second, n)) for n in ("tokens", "parents", "depths", "scores")))
+
+
+@torch.no_grad()
+def plan_groups(
+    draft: DraftModel,
+    reference: DraftModel,
+    sequences: Sequences,
+    groups: torch.Tensor,
+    valid: torch.Tensor,
+    tree: TreeConfig,
+    target: Any,
+    cache: Any,
+    root_logits: torch.Tensor,
+    eos_ids: torch.Tensor,
+    *,
+    as_reference: Callable[[], AbstractContextManager] = nullcontext,
+    aggregation: str = "lse",
+    eta: float = 1.0,
+    delta: float = 1e-4,
+    debias: bool = True,
+    temperature: float = 1.0,
+    sample: torch.Generator | None = None,
+    max_nodes: int = 1024,
+) -> GroupPlan:
+    """
+    Trees of `draft` (M) and `reference` (M0) at every position of every group, and what the target makes of them.
+
+    Args:
+        draft, reference ([`DraftModel`]): May be the same module if `as_reference` switches an adapter off.
+        sequences ([`Sequences`]): The batch.
+        groups (`torch.LongTensor` of shape `(B, G, m)`), valid (`(B, G)`): See [`sample_groups`].
+        tree ([`TreeConfig`]): Shape of the trees, as decoding would draft them.
+        target, cache, eos_ids, temperature, sample, max_nodes: See [`score_trees`].
+        root_logits (`torch.FloatTensor` of shape `(B, G * m, V)`): The target's logits at the roots.
+        as_reference (`Callable`): Context in which `reference` is M0.
+        aggregation, eta: See [`tree_reward`]. delta, debias: See [`group_advantages`].
+    """
+    batch = len(groups)
+    roots = groups.flatten(1)
+    own = SequencePrefix(draft, sequences).grow(roots, tree)
+    with as_reference():
+        reference_prefix = SequencePrefix(reference, sequences)
+        others = reference_prefix.grow(roots, tree)
+    both = _joined(own, others, batch)
+    scores = score_trees(
+        target,
+        cache,
+        both,
+        roots.repeat(1, 2),
+        root_logits.repeat(1, 2, 1),
+        sequences.valid,
+        sequences.position_ids,
+        eos_ids,
+        temperature=temperature,
+        sample=sample,
+        max_nodes=max_nodes,
+    )
+    probs = prefix_probs(both, scores.node_log_probs)
+    keep = valid.flatten()
+
+    def split(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        mine, theirs = values.view(batch, 2, keep.numel() // batch, -1).unbind(1)
+        return mine.flatten(0, 1)[keep], theirs.flatten(0, 1)[keep]
+
+    rewards, reference_rewards = split(tree_reward(both, probs, aggregation, eta))
+    expected, reference_expected = split(expected_acceptance(both, probs))
+    choices = scores.choices.view(batch, 2, -1, scores.choices.shape[-1])[:, 0].flatten(0, 1)
+    paths, lengths = accepted_paths(own, choices)
+    lengths = lengths * keep.repeat_interleave(groups.shape[-1])
+    with as_reference():
+        steps, features = reference_prefix.at(roots)
+        reference_log_probs = path_log_probs(steps, features, paths, lengths).view(len(keep), -1)[keep]
+    return GroupPlan(
+        roots=roots,
+        valid=keep,
+        paths=paths,
+        lengths=lengths,
+        advantages=group_advantages(rewards, reference_rewards if debias else None, delta),
+        reference_log_probs=reference_log_probs,
+        rewards=rewards,
+        reference_rewards=reference_rewards,
+        expected=expected,
+        reference_expected=reference_expected,
+        target_nodes=scores.nodes,
+    )
+
+
+def draft_forward(
+    draft: DraftModel, sequences: Sequences, token_roots: torch.Tensor, steps: int, plan: GroupPlan | None
+) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    """
+    Everything of a step that carries gradient: one pass over the sequences, the unrolled steps, the accepted paths.
+
+    Args:
+        token_roots (`torch.LongTensor` of shape `(B, n)`): Roots of the token loss.
+        steps (`int`): Unrolled steps of the token loss.
+        plan ([`GroupPlan`], *optional*): Paths to score.
+
+    Returns:
+        Logits of each step, `(B, n, Vd)`; and `log M(path)` `(groups, m)` or None.
+    """
+    prefix = SequencePrefix(draft, sequences)
+    logits = prefix.unrolled_logits(token_roots, steps)
+    if plan is None:
+        return logits, None
+    nodes, features = prefix.at(plan.roots)
+    return logits, plan.of_groups(path_log_probs(nodes, features, plan.paths, plan.lengths))

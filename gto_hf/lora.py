@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA on drafts: which layers, and what a reference draft is under an adapter. Level 3; peft is named only here."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import nn
+
+from gto_hf.drafts import DraftModel, reference_copy
+
+
+# Linear layers of each draft type that LoRA adapts unless told otherwise; the head is left to the target's rows.
+LORA_TARGETS: dict[str, list[str]] = {
+    "eagle3": ["fc", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+}
+
+
+def is_peft(model: nn.Module) -> bool:
+    """Whether `model` is a PEFT wrapper."""
+    return hasattr(model, "get_base_model") and hasattr(model, "disable_adapter")
+
+
+def draft_peft_config(config: Any, draft: DraftModel) -> Any:
+    """
+    A copy of a PEFT config that fits a draft: default `target_modules`, and no language-model task type.
+
+    Raises:
+        ValueError: For prompt learning, and for `bias` other than `"none"` (switching the adapter off would not restore
+            the reference).
+    """
+    config = copy.deepcopy(config)
+    if getattr(config, "is_prompt_learning", False):
+        raise ValueError(f"{type(config).__name__} learns a prompt, but a draft has none. Use a LoRA-like adapter.")
+    if getattr(config, "bias", "none") != "none":
+        raise ValueError(
+            f'`bias="{config.bias}"` trains biases that stay when the adapter is switched off, so the reference draft '
+            'would move. Use `bias="none"`.'
+        )
+    config.task_type = None
+    if getattr(config, "target_modules", None) is None and hasattr(config, "target_modules"):
+        config.target_modules = list(LORA_TARGETS[draft.config.draft_type])
+    return config
+
+
+class Reference:
+    """
+    The frozen draft M0, as it was when training started.
+
+    Args:
+        model (`DraftModel` or `PeftModel`): The draft to be trained.
+        fresh_adapter (`bool`): An adapter will be put on `model`; M0 is then the draft with the adapter off and costs no
+            memory. Otherwise M0 is a copy, adapters included.
+    """
+
+    def __init__(self, model: nn.Module, *, fresh_adapter: bool) -> None:
+        self._copy = None if fresh_adapter else reference_copy(model)
+
+    def prepare(self, device: Any) -> None:
+        """Move a copy to the training device."""
+        if self._copy is not None:
+            self._copy.to(device)
+
+    def draft(self, trained: DraftModel) -> DraftModel:
+        """The module to call inside [`context`]."""
+        if self._copy is None:
+            return trained
+        return self._copy.get_base_model() if is_peft(self._copy) else self._copy
+
+    def context(self, model: nn.Module) -> AbstractContextManager:
+        """Within it [`draft`] is M0. `model` is the unwrapped trained model."""
+        return model.disable_adapter() if self._copy is None else nullcontext()

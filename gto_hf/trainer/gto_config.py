@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configuration of [`GTOTrainer`]. Level 6."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from trl import SFTConfig
+
+from gto_hf.gto import AGGREGATIONS
+from gto_hf.tree import TreeConfig
+
+
+# docstyle-ignore
+@dataclass
+class GTOConfig(SFTConfig):
+    r"""
+    Configuration class for the [`GTOTrainer`].
+
+    Every argument of [`~trl.SFTConfig`] works as there, except for those that the draft's losses cannot honour
+    (`packing`, `padding_free`, `label_smoothing_factor`, ..), which are refused.
+
+    > [!NOTE]
+    > Defaults that differ: `learning_rate=5e-6`, `adam_beta1=0.9`, `adam_beta2=0.95`, `max_grad_norm=0.5` and
+    > `max_length=2048` are the paper's; `gradient_checkpointing=False` because a draft is small;
+    > `ddp_find_unused_parameters=False` because every parameter is used; `use_cpu=True` where there is no accelerator.
+
+    Parameters:
+        > Parameters that control the target
+
+        target_model_name_or_path (`str`, *optional*):
+            Target to load when [`GTOTrainer`] gets no `target_model`. Defaults to the one named in the draft's config.
+        target_model_init_kwargs (`dict[str, Any]`, *optional*):
+            Keyword arguments for loading the target, for example `{"dtype": "bfloat16"}`.
+
+        > Parameters that control the token loss
+
+        ttt_steps (`int`, *optional*):
+            Unrolled steps of training-time test. Defaults to the depth of the tree: as deep as decoding looks.
+        ttt_decay (`float`, *optional*, defaults to `0.8`):
+            Step `k` (from 0) weighs `ttt_decay**k`.
+        skip_unsayable (`bool`, *optional*, defaults to `True`):
+            Leave positions out of the token loss whose most likely target token is outside the draft's vocabulary.
+
+        > Parameters that control the tree (training only; the draft's own tree decodes)
+
+        tree_depth (`int`, *optional*): Longest path in tokens after the root. Defaults to the draft's.
+        tree_top_k (`int`, *optional*): Children per node and nodes per level. Defaults to the draft's.
+        tree_total_tokens (`int`, *optional*): Nodes kept, root excluded. Defaults to the draft's.
+
+        > Parameters that control Group Tree Optimization
+
+        gto_weight (`float`, *optional*, defaults to `0.5`):
+            Weight ω of the GTO term. `0` trains the token loss alone: Phase I, or the continued-training control.
+        num_groups (`int`, *optional*, defaults to `16`): Groups per sequence, K; fewer on short rows.
+        group_size (`int`, *optional*, defaults to `8`):
+            Adjacent positions per group, m. `1` makes every advantage zero, so it is the control too.
+        gto_aggregation (`str`, *optional*, defaults to `"lse"`):
+            How branches make a tree reward: `"lse"`, `"max"`, `"mean"`, or `"nodes"` (the true expectation).
+        gto_eta (`float`, *optional*, defaults to `1.0`): Sharpness η of `"lse"`.
+        gto_epsilon (`float`, *optional*, defaults to `0.2`): Clip range ε. The paper gives none.
+        gto_delta (`float`, *optional*, defaults to `1e-4`): Added to the group's standard deviation. The paper gives none.
+        gto_debias (`bool`, *optional*, defaults to `True`): Subtract the reference draft's rewards.
+        gto_path (`str`, *optional*, defaults to `"greedy"`):
+            How the target accepts a path: its most likely token at every node, or a `"sample"`.
+        target_temperature (`float`, *optional*, defaults to `1.0`): Of the target in rewards and sampled paths.
+        score_nodes (`int`, *optional*, defaults to `1024`):
+            Tree nodes per row in one target forward. Memory against speed; results do not depend on it.
+        disable_dropout (`bool`, *optional*, defaults to `True`):
+            Without it the ratio at the first step would not be 1.
+    """
+
+    _VALID_DICT_FIELDS = SFTConfig._VALID_DICT_FIELDS + ["target_model_init_kwargs"]
+
+    learning_rate: float = field(default=5e-6, metadata={"help": "The initial learning rate for AdamW."})
+    adam_beta2: float = field(default=0.95, metadata={"help": "Beta2 for AdamW."})
+    max_grad_norm: float = field(default=0.5, metadata={"help": "Max gradient norm."})
+    max_length: int | None = field(default=2048, metadata={"help": "Longest row in tokens; longer ones are cut."})
+    gradient_checkpointing: bool = field(default=False, metadata={"help": "Recompute the draft's layer in backward."})
+    ddp_find_unused_parameters: bool | None = field(default=False, metadata={"help": "See DistributedDataParallel."})
+
+    target_model_name_or_path: str | None = field(default=None, metadata={"help": "Target to load."})
+    target_model_init_kwargs: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Keyword arguments for loading the target."}
+    )
+    ttt_steps: int | None = field(default=None, metadata={"help": "Unrolled steps; default: depth of the tree."})
+    ttt_decay: float = field(default=0.8, metadata={"help": "Step k of the token loss weighs ttt_decay**k."})
+    skip_unsayable: bool = field(
+        default=True, metadata={"help": "Leave out positions whose top target token the draft cannot say."}
+    )
+    tree_depth: int | None = field(default=None, metadata={"help": "Depth of training trees; default: the draft's."})
+    tree_top_k: int | None = field(default=None, metadata={"help": "Branching of training trees."})
+    tree_total_tokens: int | None = field(default=None, metadata={"help": "Nodes of training trees, root excluded."})
+    gto_weight: float = field(default=0.5, metadata={"help": "Weight of the GTO term; 0 is token loss alone."})
+    num_groups: int = field(default=16, metadata={"help": "Groups per sequence (K)."})
+    group_size: int = field(default=8, metadata={"help": "Adjacent positions per group (m)."})
+    gto_aggregation: str = field(
+        default="lse", metadata={"help": "How branches make a tree reward.", "choices": list(AGGREGATIONS)}
+    )
+    gto_eta: float = field(default=1.0, metadata={"help": "Sharpness of the lse reward."})
+    gto_epsilon: float = field(default=0.2, metadata={"help": "Clip range of the ratio."})
+    gto_delta: float = field(default=1e-4, metadata={"help": "Added to the group's standard deviation."})
+    gto_debias: bool = field(default=True, metadata={"help": "Subtract the reference draft's rewards."})
+    gto_path: str = field(
+        default="greedy", metadata={"help": "How the target accepts a path.", "choices": ["greedy", "sample"]}
+    )
+    target_temperature: float = field(default=1.0, metadata={"help": "Temperature of the target in rewards."})
+    score_nodes: int = field(default=1024, metadata={"help": "Tree nodes per row in one target forward."})
+    disable_dropout: bool = field(default=True, metadata={"help": "Switch the draft's dropout off."})
+
+    def __post_init__(self) -> None:
+        if not self.use_cpu and not torch.accelerator.is_available():
+            self.use_cpu = True
+        super().__post_init__()
+        self._refuse_inherited()
+        positive = ("num_groups", "group_size", "gto_eta", "gto_delta", "target_temperature", "score_nodes", "ttt_decay")
+        for name in positive:
+            if not getattr(self, name) > 0:
+                raise ValueError(f"`{name}={getattr(self, name)}` must be positive.")
+        if self.gto_weight < 0 or not 0 < self.gto_epsilon < 1:
+            raise ValueError(
+                f"`gto_weight={self.gto_weight}` must not be negative, and `gto_epsilon={self.gto_epsilon}` must lie "
+                "between 0 and 1."
+            )
+        if self.ttt_steps is not None and self.ttt_steps < 1:
+            raise ValueError(f"`ttt_steps={self.ttt_steps}` must be at least 1.")
+        if self.gto_aggregation not in AGGREGATIONS:
+            raise ValueError(f"`gto_aggregation={self.gto_aggregation!r}`: choose one of {', '.join(AGGREGATIONS)}.")
+        if self.gto_path not in ("greedy", "sample"):
+            raise ValueError(f"`gto_path={self.gto_path!r}`: choose `greedy` or `sample`.")
+
+    def _refuse_inherited(self) -> None:
+        """Options of SFTConfig that would be ignored or would let a tree see another document."""
+        refused = {
+            "packing": "trees must not see another document",
+            "padding_free": "trees must not see another document",
+            "eval_packing": "trees must not see another document",
+            "activation_offloading": "it is not supported for drafts",
+            "label_smoothing_factor": "labels are the target's own distributions",
+            "use_liger_kernel": "a draft is not a Liger model",
+        }
+        for name, reason in refused.items():
+            if getattr(self, name):
+                raise ValueError(f"`{name}={getattr(self, name)}` cannot be used with GTOTrainer: {reason}. Unset it.")
+        if self.loss_type != "nll":
+            raise ValueError(f"`loss_type={self.loss_type!r}` has no meaning for a draft; GTOConfig has its own losses.")
+
+    def tree(self, draft_tree: TreeConfig) -> TreeConfig:
+        """The training tree: the draft's, with what this config overrides."""
+        given = {"depth": self.tree_depth, "top_k": self.tree_top_k, "total_tokens": self.tree_total_tokens}
+        return TreeConfig(**{**draft_tree.to_dict(), **{k: v for k, v in given.items() if v is not None}})
+
+    def __getstate__(self) -> dict[str, Any]:
+        # `training_args.bin` is a pickle of this object and is pushed to the Hub: keep the token out of it.
+        return {**self.__dict__, "hub_token": None}
