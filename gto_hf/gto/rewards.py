@@ -48,9 +48,7 @@ def expected_acceptance(tree: DraftTree, probs: torch.Tensor) -> torch.Tensor:
     return probs[:, 1:].sum(1)
 
 
-def tree_reward(
-    tree: DraftTree, probs: torch.Tensor, aggregation: str = "lse", eta: float = 1.0
-) -> torch.Tensor:
+def tree_reward(tree: DraftTree, probs: torch.Tensor, aggregation: str = "lse", eta: float = 1.0) -> torch.Tensor:
     """
     Draft tree reward: how many drafted tokens one target forward is expected to keep, branch by branch.
 

@@ -115,7 +115,15 @@ class GTOConfig(SFTConfig):
             self.use_cpu = True
         super().__post_init__()
         self._refuse_inherited()
-        positive = ("num_groups", "group_size", "gto_eta", "gto_delta", "target_temperature", "score_nodes", "ttt_decay")
+        positive = (
+            "num_groups",
+            "group_size",
+            "gto_eta",
+            "gto_delta",
+            "target_temperature",
+            "score_nodes",
+            "ttt_decay",
+        )
         for name in positive:
             if not getattr(self, name) > 0:
                 raise ValueError(f"`{name}={getattr(self, name)}` must be positive.")
@@ -145,7 +153,9 @@ class GTOConfig(SFTConfig):
             if getattr(self, name):
                 raise ValueError(f"`{name}={getattr(self, name)}` cannot be used with GTOTrainer: {reason}. Unset it.")
         if self.loss_type != "nll":
-            raise ValueError(f"`loss_type={self.loss_type!r}` has no meaning for a draft; GTOConfig has its own losses.")
+            raise ValueError(
+                f"`loss_type={self.loss_type!r}` has no meaning for a draft; GTOConfig has its own losses."
+            )
 
     def tree(self, draft_tree: TreeConfig) -> TreeConfig:
         """The training tree: the draft's, with what this config overrides."""

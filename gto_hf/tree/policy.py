@@ -48,7 +48,9 @@ def stable_topk(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tenso
     """
     size = values.shape[-1]
     if not 0 < k <= size:
-        raise ValueError(f"Cannot take the best {k} of {size} values; a tree's `top_k` must fit the draft's vocabulary.")
+        raise ValueError(
+            f"Cannot take the best {k} of {size} values; a tree's `top_k` must fit the draft's vocabulary."
+        )
     best, index = values.topk(min(k + 1, size), dim=-1)
     if size > k:
         tied = best[..., k - 1] == best[..., k]

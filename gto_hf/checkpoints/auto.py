@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The door through which every draft comes in. Level 3."""
+
+from __future__ import annotations
+
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import nn
+
+from gto_hf.drafts import DRAFTS, DraftCheckpointError, DraftConfig, DraftModel, check_loaded
+from gto_hf.target import fingerprint
+from gto_hf.tree import TreeConfig
+
+from . import safeailab
+from .files import read_config, read_tensors
+
+
+_HUB_ARGUMENTS = ("revision", "cache_dir", "token", "local_files_only", "force_download", "subfolder")
+
+
+class AutoDraft:
+    """Loads a draft of any known type and layout with [`AutoDraft.from_pretrained`]; not to be instantiated."""
+
+    def __init__(self) -> None:
+        raise TypeError("Use `AutoDraft.from_pretrained(...)`.")
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | PathLike,
+        *,
+        target: nn.Module | None = None,
+        tree: TreeConfig | None = None,
+        feature_layers: list[int] | tuple[int, ...] | None = None,
+        dtype: torch.dtype | str | None = None,
+        **kwargs: Any,
+    ) -> DraftModel:
+        """
+        Load a draft saved by gto-hf, or an EAGLE-3 checkpoint in SafeAILab's layout (`pytorch_model.bin` or
+        safetensors).
+
+        Every tensor must be known and of the right shape, and none may be missing.
+
+        Args:
+            pretrained_model_name_or_path (`str`): Folder or Hub id.
+            target (`PreTrainedModel`, *optional*): Checked for fit and attached; also tells a published checkpoint's
+                feature layers.
+            tree ([`TreeConfig`], *optional*): Replaces the stored decoding tree.
+            feature_layers (`list[int]`, *optional*): Indices into the target's `hidden_states`, for checkpoints that do
+                not say.
+            dtype (`torch.dtype`, *optional*): Of the weights; defaults to the stored one.
+            **kwargs: `revision`, `cache_dir`, `token`, `local_files_only`, `force_download`, `subfolder`; for drafts saved
+                by gto-hf also what `PreTrainedModel.from_pretrained` takes.
+
+        Returns:
+            [`DraftModel`] in evaluation mode.
+
+        Raises:
+            DraftCheckpointError: If it is not a complete draft; names tensors and fields.
+        """
+        source = str(pretrained_model_name_or_path)
+        hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
+        config = read_config(source, **hub)
+        if config.get("model_type") == DraftConfig.model_type:
+            kind = config.get("draft_type")
+            if kind not in DRAFTS:
+                raise DraftCheckpointError(
+                    f"`{source}` is a draft of type {kind!r}; this gto-hf knows {', '.join(DRAFTS)}. Upgrade gto-hf."
+                )
+            if feature_layers is not None and list(feature_layers) != config["feature_layers"]:
+                raise ValueError(f"`{source}` says `feature_layers={config['feature_layers']}`; do not override them.")
+            draft = DRAFTS[kind].from_pretrained(source, **({"dtype": dtype} if dtype else {}), **kwargs)
+        else:
+            unknown = sorted(set(kwargs) - set(hub))
+            if unknown:
+                raise TypeError(f"Arguments {unknown} are not available for checkpoints of other projects.")
+            draft = cls._foreign(source, config, target, feature_layers, dtype, hub)
+        if tree is not None:
+            draft.tree = tree
+        return draft if target is None else draft.attach(target)
+
+    @staticmethod
+    def _foreign(
+        source: str,
+        config: dict[str, Any],
+        target: nn.Module | None,
+        feature_layers: list[int] | tuple[int, ...] | None,
+        dtype: torch.dtype | str | None,
+        hub: dict[str, Any],
+    ) -> DraftModel:
+        """A draft from another project's layout."""
+        tensors = read_tensors(source, **hub)
+        if not safeailab.matches(tensors):
+            raise DraftCheckpointError(
+                f"`{source}` is no draft that gto-hf can read: it holds {', '.join(sorted(tensors)[:4])}, .. Known are "
+                "drafts saved by gto-hf and EAGLE-3 in SafeAILab's layout (`fc.weight`, `midlayer.*`)."
+            )
+        found = None if target is None else fingerprint(target)
+        layers = None if feature_layers is None else list(feature_layers)
+        made, state = safeailab.read(
+            source,
+            config,
+            tensors,
+            feature_layers=layers,
+            target_layers=None if found is None else found["num_hidden_layers"],
+        )
+        made.target = found
+        stored = state["fc.weight"].dtype
+        draft = DRAFTS[made.draft_type](made).to(stored if dtype in (None, "auto") else dtype)
+        own = draft.state_dict()
+        check_loaded(source, set(own) - set(state), set(state) - set(own))
+        wrong = [
+            f"`{k}` {tuple(v.shape)} instead of {tuple(own[k].shape)}"
+            for k, v in state.items()
+            if v.shape != own[k].shape
+        ]
+        if wrong:
+            raise DraftCheckpointError(f"`{source}` has tensors of the wrong shape: {', '.join(wrong[:5])}.")
+        draft.load_state_dict(state, strict=True)
+        draft.config.name_or_path = source
+        return draft.eval()

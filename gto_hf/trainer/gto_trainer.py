@@ -1,0 +1,457 @@
+# SPDX-License-Identifier: Apache-2.0
+"""
+[`GTOTrainer`]: fetch, call the functions of `gto_hf.gto`, log. The mathematics is not here. Level 6.
+
+Phase I (`gto_weight=0`) trains the token loss; Phase II adds the GTO term.
+"""
+
+from __future__ import annotations
+
+import textwrap
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, set_seed
+from trl import SFTTrainer
+from trl.models.utils import _ForwardRedirection, disable_gradient_checkpointing, prepare_deepspeed
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+from gto_hf.decoding import as_draft
+from gto_hf.drafts import DraftModel
+from gto_hf.gto import (
+    GroupPlan,
+    TargetReading,
+    TokenLoss,
+    count_groups,
+    draft_forward,
+    gto_loss,
+    make_teacher,
+    plan_groups,
+    read_target,
+    roots_of,
+    sample_groups,
+    supervised_steps,
+    supervised_targets,
+    token_loss,
+)
+from gto_hf.hub import draft_card
+from gto_hf.lora import Reference, draft_peft_config, is_peft
+
+from .gto_config import GTOConfig
+from .load import eos_ids, load_draft, load_target, load_tokenizer
+from .sums import Sums
+
+
+class GTOTrainer(SFTTrainer):
+    """
+    Trainer for draft models with Group Tree Optimization, proposed in the paper [Bridging Draft Policy Misalignment:
+    Group Tree Optimization for Speculative Decoding](https://huggingface.co/papers/2509.22134).
+
+    Example:
+
+    ```python
+    >>> from gto_hf import AutoDraft, GTOConfig, GTOTrainer
+
+    >>> trainer = GTOTrainer(
+    ...     model=AutoDraft.from_pretrained("path/to/draft"),
+    ...     target_model=target,
+    ...     args=GTOConfig("my-draft"),
+    ...     train_dataset=dataset,
+    ... )
+    >>> trainer.train()
+    ```
+
+    Args:
+        model (`str`, [`DraftModel`] or [`~peft.PeftModel`]):
+            Draft to train. Its state now is the reference M0.
+        target_model (`str` or [`~transformers.PreTrainedModel`], *optional*):
+            Frozen target. Defaults to `args.target_model_name_or_path`, then to the one the draft's config names.
+        args ([`GTOConfig`], *optional*):
+            Configuration.
+        data_collator (`Callable`, *optional*):
+            Must give `input_ids`, `attention_mask` and `labels`. Defaults to TRL's language-modelling collator.
+        train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
+            Any format of [`~trl.SFTTrainer`]: `messages`, `prompt` + `completion`, `text`, or `input_ids` (+ `labels`).
+        eval_dataset (`Dataset`, `IterableDataset` or `dict`, *optional*):
+            As `train_dataset`.
+        processing_class ([`~transformers.PreTrainedTokenizerBase`], *optional*):
+            The target's tokenizer; loaded from the target if not given.
+        compute_metrics (`Callable`, *optional*):
+            Not supported for drafts; the logged metrics say what there is to say.
+        callbacks (`list`, *optional*):
+            Trainer callbacks.
+        optimizers (`tuple`, *optional*, defaults to `(None, None)`):
+            Optimizer and scheduler.
+        peft_config ([`~peft.PeftConfig`], *optional*):
+            Train an adapter on the draft; the reference is then the draft with the adapter off.
+        formatting_func (`Callable`, *optional*):
+            As in [`~trl.SFTTrainer`].
+
+    Raises:
+        ValueError: If draft and target do not fit, the tree is larger than its expansion, or no row of the dataset has a
+            trainable token; before any training.
+    """
+
+    _tag_names = ["trl", "gto", "speculative-decoding", "eagle-3"]
+    _name = "GTO"
+    _paper = {
+        "title": "Bridging Draft Policy Misalignment: Group Tree Optimization for Speculative Decoding",
+        "id": "2509.22134",
+        # docstyle-ignore
+        "citation": textwrap.dedent("""\
+            @misc{hu2025bridging,
+                title  = {{Bridging Draft Policy Misalignment: Group Tree Optimization for Speculative Decoding}},
+                author = {Shijing Hu and Jingyang Li and Zhihui Lu and Pan Zhou},
+                year   = 2025,
+                eprint = {arXiv:2509.22134}
+            }"""),
+    }
+    # Both terms are divided by counts of the whole accumulated batch, so Trainer must not divide again.
+    loss_is_scaled_for_ga = True
+
+    def __init__(
+        self,
+        model: str | DraftModel | nn.Module,
+        target_model: str | PreTrainedModel | None = None,
+        args: GTOConfig | None = None,
+        data_collator: Callable | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        compute_metrics: Callable | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        peft_config: Any = None,
+        formatting_func: Callable | None = None,
+    ) -> None:
+        # Args
+        args = GTOConfig("gto-draft") if args is None else args
+        if not isinstance(args, GTOConfig):
+            raise TypeError(f"`args` must be a GTOConfig, got {type(args).__name__}.")
+        if compute_metrics is not None:
+            raise ValueError("`compute_metrics` gets no predictions from a draft; read the logged metrics instead.")
+
+        # Draft
+        set_seed(args.seed)
+        model = load_draft(model, args)
+        draft = as_draft(model)
+
+        # Target
+        self.target_model = load_target(target_model, draft, args)
+        draft.attach(self.target_model)
+
+        # Tree
+        self.tree = args.tree(draft.tree)
+        if self.tree.top_k > draft.config.draft_vocab_size:
+            raise ValueError(
+                f"`tree_top_k={self.tree.top_k}` is more than the draft's vocabulary of {draft.config.draft_vocab_size}."
+            )
+        self.ttt_steps = args.ttt_steps or self.tree.depth
+
+        # Reference
+        if args.disable_dropout:
+            for module in model.modules():
+                if isinstance(module, nn.Dropout):
+                    module.p = 0.0
+        if peft_config is not None:
+            if is_peft(model):
+                raise ValueError("`model` has an adapter already; merge it, or leave `peft_config` unset to train it.")
+            peft_config = draft_peft_config(peft_config, draft)
+        self.reference = None
+        if args.gto_weight > 0:
+            self.reference = Reference(model, fresh_adapter=peft_config is not None)
+
+        # Processing class
+        processing_class = load_tokenizer(processing_class, self.target_model)
+        if data_collator is None:
+            data_collator = DataCollatorForLanguageModeling(pad_token_id=processing_class.pad_token_id)
+
+        rows = _length(train_dataset)
+        own_forward = draft.__dict__.get("forward")
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=data_collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            peft_config=peft_config,
+            formatting_func=formatting_func,
+        )
+        # SFTTrainer replaces the model's forward by one with a fused language-model head; a draft keeps its own.
+        draft.__dict__.pop("forward", None)
+        if own_forward is not None:
+            draft.__dict__["forward"] = own_forward
+        self._check_rows(rows)
+
+        # Frozen models
+        self._place_frozen()
+        self._eos_ids = eos_ids(self.target_model, processing_class, self.accelerator.device)
+        draft.config.trained_length = max(draft.config.trained_length or 0, args.max_length or 0) or None
+
+        # Metrics
+        self._forward_redirection = _ForwardRedirection()
+        self._sums = {"train": Sums(), "eval": Sums()}
+        self._batch_counts: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._micro_step = 0
+        self._eval_prefix = "eval"
+
+    def _check_rows(self, rows_before: int | None) -> None:
+        """Refuse a dataset that trains on nothing; say how much of it was dropped."""
+        rows = _length(self.train_dataset)
+        if rows is None or rows_before is None:
+            return
+        if rows == 0:
+            raise ValueError(
+                f"All {rows_before} rows of `train_dataset` are without a trainable token after cutting at "
+                f"`max_length={self.args.max_length}`. Raise `max_length`, or check that labels (or the chat template's "
+                "assistant mask) mark the answers."
+            )
+        if rows < rows_before:
+            warnings.warn(
+                f"{rows_before - rows} of {rows_before} rows have no trainable token within "
+                f"`max_length={self.args.max_length}` and were dropped."
+            )
+
+    def _place_frozen(self) -> None:
+        """Put target and reference where training happens."""
+        if self.is_deepspeed_enabled:
+            self.target_model = prepare_deepspeed(self.target_model, self.accelerator)
+        elif getattr(self.target_model, "hf_device_map", None) is None:
+            # Not `accelerator.prepare_model`: in mixed precision it turns every output into float32.
+            self.target_model.to(self.accelerator.device)
+        if self.reference is not None:
+            self.reference.prepare(self.accelerator.device)
+
+    # ------------------------------------------------------------------ normalisers
+    def _targets(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """`(B, T)` bool: tokens the draft is asked to predict."""
+        labels, ids = inputs["labels"], inputs["input_ids"]
+        return supervised_targets(labels, ids, self._eos_ids.to(ids.device))
+
+    def _counts(self, inputs: dict[str, torch.Tensor]) -> tuple[int, int]:
+        """Token-loss roots and groups of one micro-batch; both follow from its labels alone."""
+        roots = roots_of(self._targets(inputs))
+        groups = count_groups(roots, self.args.num_groups, self.args.group_size) if self.reference is not None else 0
+        return int(roots.sum()), groups
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, Any]:
+        """Collect the micro-batches of a step and count roots and groups over all of them and all ranks."""
+        samples, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        counts = torch.tensor([self._counts(s) for s in samples] or [[0, 0]], device=device).sum(0)
+        counts = self.accelerator.reduce(counts, reduction="sum")
+        self._batch_counts = (counts[0].clamp(min=1), counts[1].clamp(min=1))
+        self._micro_step = 0
+        return samples, counts[0]
+
+    # ------------------------------------------------------------------ loss
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """
+        `L = L_token + gto_weight * L_GTO` of one micro-batch, as its share of the whole batch.
+
+        Raises:
+            FloatingPointError: If the loss is NaN or infinite; nothing has been updated with it.
+        """
+        mode = "train" if self.model.training else "eval"
+        sums = self._sums[mode]
+        unwrapped = self.accelerator.unwrap_model(model)
+        draft = as_draft(unwrapped)
+        targets = self._targets(inputs)
+        roots = roots_of(targets)
+        root_list, real = _padded_positions(roots)
+        groups, valid = self._sample_groups(roots) if self.reference is not None else (None, None)
+        with_groups = groups is not None and bool(valid.any())
+        reading = self._read_target(draft, inputs, root_list, real, use_cache=with_groups)
+        teacher = make_teacher(reading.logits, draft.kept_ids, draft.t2d, reading.first)
+        with self.accelerator.autocast():
+            plan = self._plan(unwrapped, draft, reading, groups, valid) if with_groups else None
+            logits, path_log_probs = self._forward_redirection(
+                model, unwrapped, draft_forward, draft, reading.sequences, root_list, self.ttt_steps, plan
+            )
+        supervised = supervised_steps(targets, root_list, self.ttt_steps) & real[..., None]
+        tokens = token_loss(
+            logits, teacher, root_list, supervised, self.args.ttt_decay, skip_unsayable=self.args.skip_unsayable
+        )
+        token_count, group_count = self._normalisers(mode, inputs)
+        loss = tokens.loss / token_count
+        if plan is not None:
+            lengths = plan.of_groups(plan.lengths)
+            grouped = gto_loss(
+                path_log_probs, plan.reference_log_probs, lengths, plan.advantages, self.args.gto_epsilon
+            )
+            loss = loss + self.args.gto_weight * grouped.loss / group_count
+            self._log_groups(sums, plan, grouped)
+        self._log_tokens(sums, tokens, inputs, skipped=None if groups is None else (~valid.any(1)).sum())
+        if not torch.isfinite(loss):
+            raise FloatingPointError(
+                f"The loss is {loss.item()} at step {self.state.global_step}: token loss {tokens.loss.item()} over "
+                f"{int(tokens.counted[0])} tokens. The draft was not updated with it; resume from the last checkpoint "
+                "with a lower `learning_rate`, and train in bfloat16 or float32 rather than float16."
+            )
+        # Gradients are averaged over ranks, the counts are sums over ranks.
+        loss = loss * self.accelerator.num_processes if mode == "train" else loss
+        self._micro_step += 1
+        return (loss, {"loss": loss.detach()}) if return_outputs else loss
+
+    def _normalisers(self, mode: str, inputs: dict[str, torch.Tensor]) -> tuple[Any, Any]:
+        """Roots and groups that the sums are divided by: the whole batch's in training, this one's in evaluation."""
+        if mode == "train" and self._batch_counts is not None:
+            return self._batch_counts
+        tokens, groups = self._counts(inputs)
+        return max(tokens, 1), max(groups, 1)
+
+    def _sample_groups(self, roots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Groups of this micro-batch; their own generator makes a resumed run draw the same ones."""
+        seed = hash((self.args.seed, self.state.global_step, self._micro_step, self.accelerator.process_index))
+        self._generator = torch.Generator().manual_seed(seed % 2**63)
+        return sample_groups(roots, self.args.num_groups, self.args.group_size, self._generator)
+
+    def _read_target(
+        self, draft: DraftModel, inputs: dict[str, Any], roots: torch.Tensor, real: torch.Tensor, *, use_cache: bool
+    ) -> TargetReading:
+        """One forward of the target, with logits from the first root to the last."""
+        first = int(roots[real].min()) if bool(real.any()) else 1
+        last = int(roots[real].max()) + 1 if bool(real.any()) else 2
+        return read_target(
+            self.target_model,
+            inputs["input_ids"],
+            inputs["attention_mask"],
+            draft.config.feature_layers,
+            first,
+            last,
+            use_cache=use_cache,
+        )
+
+    def _plan(
+        self,
+        unwrapped: nn.Module,
+        draft: DraftModel,
+        reading: TargetReading,
+        groups: torch.Tensor,
+        valid: torch.Tensor,
+    ) -> GroupPlan:
+        """Trees, rewards, advantages and accepted paths; no gradient."""
+        args = self.args
+        roots = groups.flatten(1)
+        # Padding groups sit at slot 1, whose logits may not have been computed; any column serves them.
+        column = (roots - reading.first).clamp(0, reading.logits.shape[1] - 1)
+        root_logits = reading.logits.gather(1, column[..., None].expand(-1, -1, reading.logits.shape[-1]))
+        with disable_gradient_checkpointing(self.model, args.gradient_checkpointing_kwargs):
+            return plan_groups(
+                draft,
+                self.reference.draft(draft),
+                reading.sequences,
+                groups,
+                valid,
+                self.tree,
+                self.target_model,
+                reading.cache,
+                root_logits,
+                self._eos_ids,
+                as_reference=lambda: self.reference.context(unwrapped),
+                aggregation=args.gto_aggregation,
+                eta=args.gto_eta,
+                delta=args.gto_delta,
+                debias=args.gto_debias,
+                temperature=args.target_temperature,
+                sample=self._generator if args.gto_path == "sample" else None,
+                max_nodes=args.score_nodes,
+            )
+
+    # ------------------------------------------------------------------ logging
+    def _log_tokens(self, sums: Sums, tokens: TokenLoss, inputs: dict[str, Any], skipped: torch.Tensor | None) -> None:
+        sums.mean("token_loss", tokens.loss, tokens.counted[0])
+        for k, (correct, counted) in enumerate(zip(tokens.correct, tokens.counted, strict=True)):
+            sums.mean(f"accuracy/step_{k}", correct, counted)
+        sums.total("trained_tokens", tokens.counted[0])
+        if skipped is not None:
+            sums.total("skipped_sequences", skipped)
+        if self.model.training:
+            self._total_train_tokens += int(self.accelerator.reduce(inputs["attention_mask"].sum(), reduction="sum"))
+
+    def _log_groups(self, sums: Sums, plan: GroupPlan, grouped: Any) -> None:
+        sums.values("reward/draft", plan.rewards)
+        sums.values("reward/reference", plan.reference_rewards)
+        sums.values("expected_acceptance/draft", plan.expected)
+        sums.values("expected_acceptance/reference", plan.reference_expected)
+        sums.values("accepted_length", plan.of_groups(plan.lengths))
+        sums.values("gto/advantage_abs", plan.advantages.abs())
+        sums.values("gto/ratio", grouped.ratio)
+        sums.values("gto/clip_fraction", grouped.clipped)
+        sums.mean("gto/loss", grouped.loss, len(plan.advantages))
+        sums.total("gto/target_nodes", plan.target_nodes)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add the collected means and totals of the interval, over all ranks."""
+        mode = "train" if self.model.training else "eval"
+        found = self._sums[mode].pop(self.accelerator)
+        steps = [found[f"accuracy/step_{k}"] for k in range(self.ttt_steps) if f"accuracy/step_{k}" in found]
+        if steps:
+            # Chain acceptance length if steps were independent: 1 + a0 + a0 a1 + ..
+            found["tau_simulated"] = 1.0 + sum(torch.tensor(steps).cumprod(0).tolist())
+        if mode == "eval":
+            found = {f"{self._eval_prefix}_{key}": value for key, value in found.items()}
+        else:
+            found["num_tokens"] = self._total_train_tokens
+        logs.update(found)
+        self._metrics[mode].clear()
+        super().log(logs, start_time)
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """As in [`~trl.SFTTrainer`]; with a dictionary of datasets every one logs under its own name."""
+        self._eval_prefix = metric_key_prefix
+        self._sums["eval"] = Sums()
+        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[torch.Tensor, None, None]:
+        """The loss only: a draft has no predictions of its own."""
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad():
+            loss = self.compute_loss(model, inputs)
+        return loss.detach(), None, None
+
+    def create_model_card(
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
+    ) -> None:
+        """Write `README.md` for the draft: what it is, which target it serves, how to use it."""
+        if not self.is_world_process_zero():
+            return
+        extra = [tags] if isinstance(tags, str) else list(tags or [])
+        draft = as_draft(self.accelerator.unwrap_model(self.model))
+        card = draft_card(
+            draft.config,
+            name=model_name or self.hub_model_id or self.args.output_dir,
+            dataset_name=dataset_name,
+            tags=[*self._tag_names, *extra],
+            adapter=is_peft(self.model),
+            paper=self._paper,
+        )
+        card.save(f"{self.args.output_dir}/README.md")
+
+
+def _length(dataset: Any) -> int | None:
+    """Rows of a dataset, or None for streams."""
+    return len(dataset) if hasattr(dataset, "__len__") else None
+
+
+def _padded_positions(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions of the true entries of each row, `(B, n)` ascending, and which of the `n` are real; padding is slot 1."""
+    width = max(int(mask.sum(1).max()), 1)
+    order = mask.int().argsort(dim=1, descending=True, stable=True)[:, :width]
+    real = mask.gather(1, order)
+    return order.masked_fill(~real, 1), real
