@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training text (level 5): rows for the trainer, and answers written by the target itself."""
+"""Training text (level 4): rows for the trainer, and answers written by the target itself."""
 
 from .regenerate import regenerate
-from .rows import load_jsonl, render_prompt, training_rows
+from .rows import dataset_token_counts, load_jsonl, render_prompt, training_rows
 
 
-__all__ = ["load_jsonl", "regenerate", "render_prompt", "training_rows"]
+__all__ = ["dataset_token_counts", "load_jsonl", "regenerate", "render_prompt", "training_rows"]

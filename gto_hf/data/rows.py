@@ -9,6 +9,10 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from gto_hf.drafts import count_tokens
+
 
 def load_jsonl(path: str | PathLike) -> list[dict[str, Any]]:
     """
@@ -73,3 +77,31 @@ def training_rows(
         row = {"input_ids": prompt + completion, "labels": [-100] * len(prompt) + completion}
         rows.append({key: ids[:max_length] for key, ids in row.items()})
     return rows
+
+
+def dataset_token_counts(dataset: Iterable[dict[str, Any]], tokenizer: Any, vocab_size: int) -> torch.Tensor:
+    """
+    Token frequencies of a training set in any of the trainer's formats, `(vocab_size,)` int64.
+
+    Args:
+        dataset (`Iterable[dict]`): Rows with `input_ids`, `messages`, `prompt` + `completion`, or `text`.
+
+    Raises:
+        ValueError: Names the columns of a row that has none of these.
+    """
+
+    def ids(row: dict[str, Any]) -> list[int]:
+        if "input_ids" in row:
+            return row["input_ids"]
+        messages = row.get("messages") or row.get("conversations")
+        if messages is None and isinstance(row.get("prompt"), list):
+            messages = [*row["prompt"], *row["completion"]]
+        if messages is not None:
+            text = tokenizer.apply_chat_template(messages, tokenize=False)
+            return tokenizer(text, add_special_tokens=False)["input_ids"]
+        text = row.get("text", None if "prompt" not in row else row["prompt"] + row.get("completion", ""))
+        if text is None:
+            raise ValueError(f"A row has no `input_ids`, `messages`, `prompt` or `text`; it has {sorted(row)}.")
+        return tokenizer(text)["input_ids"]
+
+    return count_tokens((ids(row) for row in dataset), vocab_size)

@@ -22,7 +22,7 @@ from gto_hf.tree import DraftTree, TreeConfig
 from .objective import group_advantages
 from .paths import accepted_paths, path_log_probs
 from .rewards import expected_acceptance, prefix_probs, tree_reward
-from .scoring import score_trees
+from .scoring import TreeScores, score_trees
 from .sequences import SequencePrefix, Sequences
 
 
@@ -56,15 +56,6 @@ class GroupPlan:
     def of_groups(self, values: torch.Tensor) -> torch.Tensor:
         """`(B * G * m,)` values of all roots to `(groups, m)` of the groups that exist."""
         return values.view(len(self.valid), -1)[self.valid]
-
-
-def _joined(first: DraftTree, second: DraftTree, batch: int) -> DraftTree:
-    """Both drafts' trees side by side within each sequence."""
-
-    def join(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return torch.cat([a.view(batch, -1, a.shape[-1]), b.view(batch, -1, b.shape[-1])], 1).flatten(0, 1)
-
-    return DraftTree(*(join(getattr(first, n), getattr(second, n)) for n in ("tokens", "parents", "depths", "scores")))
 
 
 @torch.no_grad()
@@ -102,37 +93,36 @@ def plan_groups(
         as_reference (`Callable`): Context in which `reference` is M0.
         aggregation, eta: See [`tree_reward`]. delta, debias: See [`group_advantages`].
     """
-    batch = len(groups)
     roots = groups.flatten(1)
     own = SequencePrefix(draft, sequences).grow(roots, tree)
     with as_reference():
         reference_prefix = SequencePrefix(reference, sequences)
         others = reference_prefix.grow(roots, tree)
-    both = _joined(own, others, batch)
-    scores = score_trees(
-        target,
-        cache,
-        both,
-        roots.repeat(1, 2),
-        root_logits.repeat(1, 2, 1),
-        sequences.valid,
-        sequences.position_ids,
-        eos_ids,
-        temperature=temperature,
-        sample=sample,
-        max_nodes=max_nodes,
-    )
-    probs = prefix_probs(both, scores.node_log_probs)
     keep = valid.flatten()
 
-    def split(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        mine, theirs = values.view(batch, 2, keep.numel() // batch, -1).unbind(1)
-        return mine.flatten(0, 1)[keep], theirs.flatten(0, 1)[keep]
+    def judge(trees: DraftTree) -> tuple[TreeScores, torch.Tensor, torch.Tensor]:
+        # Draft and reference trees are scored by two calls of equal shape: the same tree then gets the same bits, so
+        # rounding in half precision cannot pass for a difference in reward.
+        scores = score_trees(
+            target,
+            cache,
+            trees,
+            roots,
+            root_logits,
+            sequences.valid,
+            sequences.position_ids,
+            eos_ids,
+            temperature=temperature,
+            sample=sample,
+            max_nodes=max_nodes,
+        )
+        probs = prefix_probs(trees, scores.node_log_probs)
+        rewards, expected = tree_reward(trees, probs, aggregation, eta), expected_acceptance(trees, probs)
+        return scores, rewards.view(len(keep), -1)[keep], expected.view(len(keep), -1)[keep]
 
-    rewards, reference_rewards = split(tree_reward(both, probs, aggregation, eta))
-    expected, reference_expected = split(expected_acceptance(both, probs))
-    choices = scores.choices.view(batch, 2, -1, scores.choices.shape[-1])[:, 0].flatten(0, 1)
-    paths, lengths = accepted_paths(own, choices)
+    scores, rewards, expected = judge(own)
+    reference_scores, reference_rewards, reference_expected = judge(others)
+    paths, lengths = accepted_paths(own, scores.choices)
     lengths = lengths * keep.repeat_interleave(groups.shape[-1])
     with as_reference():
         steps, features = reference_prefix.at(roots)
@@ -148,7 +138,7 @@ def plan_groups(
         reference_rewards=reference_rewards,
         expected=expected,
         reference_expected=reference_expected,
-        target_nodes=scores.nodes,
+        target_nodes=scores.nodes + reference_scores.nodes,
     )
 
 

@@ -18,25 +18,27 @@ class Teacher:
     The target's distribution over the draft's vocabulary at every position that some root needs.
 
     Attributes:
-        log_probs (`torch.FloatTensor` of shape `(B, T', Vd)`): Renormalised over the kept tokens.
-        sayable (`torch.BoolTensor` of shape `(B, T')`): Whether the target's most likely token is kept.
+        probs (`torch.FloatTensor` of shape `(B, T', Vd)`): Renormalised over the kept tokens.
+        top (`torch.LongTensor` of shape `(B, T')`): Most likely kept token, as a draft id.
+        sayable (`torch.BoolTensor` of shape `(B, T')`): Whether no token outside the draft's vocabulary is likelier.
         first (`int`): Sequence position of column 0.
     """
 
-    log_probs: torch.Tensor
+    probs: torch.Tensor
+    top: torch.Tensor
     sayable: torch.Tensor
     first: int
 
 
-def make_teacher(logits: torch.Tensor, kept: torch.Tensor, t2d: torch.Tensor, first: int) -> Teacher:
+def make_teacher(logits: torch.Tensor, kept: torch.Tensor, first: int) -> Teacher:
     """
     Teacher from target `logits` `(B, T', V)` at positions `first, first + 1, ..`, for kept ids `(Vd,)`.
 
     The float32 copy holds the draft's vocabulary only.
     """
-    whole = len(kept) == logits.shape[-1]
-    some = logits if whole else logits.index_select(-1, kept)
-    return Teacher(some.float().log_softmax(-1), t2d[logits.argmax(-1)], first)
+    some = logits if len(kept) == logits.shape[-1] else logits.index_select(-1, kept)
+    best, top = some.max(-1)
+    return Teacher(some.float().softmax(-1), top, best == logits.amax(-1), first)
 
 
 @dataclass(frozen=True)
@@ -93,15 +95,17 @@ def token_loss(
     """
     total, correct = logits[0].sum() * 0, []
     rows = torch.arange(len(roots), device=roots.device)[:, None]
-    last = teacher.log_probs.shape[1] - 1
+    last = teacher.probs.shape[1] - 1
     for k, step_logits in enumerate(logits):
         column = (roots + k - teacher.first).clamp(0, last)
-        wanted = teacher.log_probs[rows, column]
+        wanted, top = teacher.probs[rows, column], teacher.top[rows, column]
         sayable, counted = teacher.sayable[rows, column], supervised[..., k]
         step_logits = step_logits.to(torch.promote_types(step_logits.dtype, torch.float32))
-        loss = -(wanted.exp() * step_logits.log_softmax(-1)).sum(-1)
+        # -sum p log q, with sum p = 1, without a tensor of log-probabilities
+        loss = step_logits.logsumexp(-1) - torch.linalg.vecdot(wanted.to(step_logits.dtype), step_logits)
         used = counted & sayable if skip_unsayable else counted
         total = total + decay**k * loss.masked_fill(~used, 0).sum()
-        right = (step_logits.argmax(-1) == wanted.argmax(-1)) & sayable & counted
-        correct.append(right.sum())
+        with torch.no_grad():
+            right = step_logits.gather(-1, top[..., None])[..., 0] == step_logits.amax(-1)
+            correct.append((right & sayable & counted).sum())
     return TokenLoss(total, torch.stack(correct), supervised.flatten(0, 1).sum(0))

@@ -269,7 +269,7 @@ class GTOTrainer(SFTTrainer):
         groups, valid = self._sample_groups(roots) if self.reference is not None else (None, None)
         with_groups = groups is not None and bool(valid.any())
         reading = self._read_target(draft, inputs, root_list, real, use_cache=with_groups)
-        teacher = make_teacher(reading.logits, draft.kept_ids, draft.t2d, reading.first)
+        teacher = make_teacher(reading.logits, draft.kept_ids, reading.first)
         with self.accelerator.autocast():
             plan = self._plan(unwrapped, draft, reading, groups, valid) if with_groups else None
             logits, path_log_probs = self._forward_redirection(

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""
+Decoding the same prompts with several systems, interleaved, and what each did. Level 5.
+
+Counts first: a run stores tokens, seconds and decoding counts per prompt; ratios are made at the end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+
+from gto_hf.data import render_prompt
+from gto_hf.decoding import DecodingStatistics
+
+from .prompts import Question
+
+
+PLAIN = "plain generate"
+
+
+@dataclass
+class PromptRun:
+    """
+    One answer.
+
+    Attributes:
+        tokens (`list[int]`): New ids.
+        seconds (`float`): Wall clock of the whole `generate` call, prefill included.
+        statistics ([`DecodingStatistics`], *optional*): None for plain generation.
+    """
+
+    tokens: list[int]
+    seconds: float
+    statistics: DecodingStatistics | None = None
+
+
+@dataclass
+class SystemRun:
+    """All answers of one system at one temperature, in prompt order."""
+
+    name: str
+    temperature: float
+    answers: list[PromptRun] = field(default_factory=list)
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens written over all prompts."""
+        return sum(len(a.tokens) for a in self.answers)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Total tokens by total seconds, prefill included."""
+        return self.new_tokens / sum(a.seconds for a in self.answers)
+
+    @property
+    def statistics(self) -> DecodingStatistics:
+        """Counts summed over prompts."""
+        return sum((a.statistics for a in self.answers if a.statistics), DecodingStatistics())
+
+    @property
+    def tau_micro(self) -> float:
+        """Acceptance length: tokens by target forwards after the prefill, over all prompts (bonus counted)."""
+        return self.statistics.tau
+
+    @property
+    def tau_macro(self) -> float:
+        """Mean over prompts of each prompt's acceptance length; prompts that ended at their first token have none."""
+        taus = [a.statistics.tau for a in self.answers if a.statistics and a.statistics.rounds]
+        return sum(taus) / len(taus) if taus else float("nan")
+
+    def speedup(self, plain: SystemRun) -> float:
+        """SR: tokens per second over plain generation of the same prompts in the same run."""
+        return self.tokens_per_second / plain.tokens_per_second
+
+    def identical(self, plain: SystemRun) -> int:
+        """Prompts whose text is the same, token for token, as plain generation's."""
+        return sum(a.tokens == b.tokens for a, b in zip(self.answers, plain.answers, strict=True))
+
+    def repetition(self, n: int = 4) -> float:
+        """Share of n-grams that occurred before in the same answer: looping text inflates acceptance."""
+        total = seen = 0
+        for answer in self.answers:
+            grams = [tuple(answer.tokens[i : i + n]) for i in range(len(answer.tokens) - n + 1)]
+            total, seen = total + len(grams), seen + len(grams) - len(set(grams))
+        return seen / total if total else 0.0
+
+
+@torch.inference_mode()
+def answer(
+    target: Any,
+    prompt: list[int],
+    *,
+    draft: Any = None,
+    temperature: float = 0.0,
+    max_new_tokens: int = 128,
+    seed: int = 0,
+) -> PromptRun:
+    """
+    One timed `generate` call.
+
+    Args:
+        target (`PreTrainedModel`): The model.
+        prompt (`list[int]`): Prompt ids.
+        draft ([`DraftModel`], *optional*): Decode with it; None is plain `generate`.
+        temperature (`float`, *optional*, defaults to `0.0`): 0 is greedy. No other warper is active.
+        max_new_tokens (`int`, *optional*, defaults to `128`): Longest answer.
+        seed (`int`, *optional*, defaults to `0`): Set before the call.
+    """
+    ids = torch.tensor([prompt], device=target.device)
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
+    torch.manual_seed(seed)
+    start = time.perf_counter()
+    output = target.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=max_new_tokens,
+        return_dict_in_generate=True,
+        assistant_model=draft,
+        **({"do_sample": False} | sampling),
+    )
+    tokens = output.sequences[0, len(prompt) :].tolist()  # waits for the device
+    seconds = time.perf_counter() - start
+    return PromptRun(tokens, seconds, getattr(output, "statistics", None))
+
+
+def compare(
+    target: Any,
+    tokenizer: Any,
+    questions: list[Question],
+    drafts: Mapping[str, Any],
+    *,
+    temperatures: tuple[float, ...] = (0.0,),
+    max_new_tokens: int = 128,
+    seed: int = 0,
+) -> list[SystemRun]:
+    """
+    Answer every question with plain `generate` and with every draft, one after the other for each prompt.
+
+    Later turns continue from the plain answers, so all systems answer the same prompts.
+
+    Args:
+        target (`PreTrainedModel`), tokenizer: Model and its tokenizer.
+        questions (`list[Question]`): Each turn is one prompt.
+        drafts (`Mapping[str, DraftModel]`): Name to draft.
+        temperatures (`tuple[float, ...]`, *optional*, defaults to `(0.0,)`): 0 is greedy.
+        max_new_tokens (`int`, *optional*, defaults to `128`): Longest answer.
+        seed (`int`, *optional*, defaults to `0`): Prompt `i` is sampled with `seed + i` by every system.
+
+    Returns:
+        `list[SystemRun]`: For each temperature plain generation first, then the drafts in order.
+    """
+    systems: dict[str, Any] = {PLAIN: None, **drafts}
+    warm = render_prompt(tokenizer, questions[0].messages(0, []))
+    for draft in systems.values():  # first calls pay for allocations
+        answer(target, warm, draft=draft, max_new_tokens=8)
+    results = []
+    turns = sum(len(q.turns) for q in questions)
+    for temperature in temperatures:
+        runs = {name: SystemRun(name, temperature) for name in systems}
+        with tqdm(total=turns * len(systems), desc=f"answers at T={temperature:g}") as bar:
+            for question in questions:
+                said: list[str] = []
+                for turn in range(len(question.turns)):
+                    prompt = render_prompt(tokenizer, question.messages(turn, said))
+                    number = len(runs[PLAIN].answers)
+                    for name, draft in systems.items():
+                        run = answer(
+                            target,
+                            prompt,
+                            draft=draft,
+                            temperature=temperature,
+                            max_new_tokens=max_new_tokens,
+                            seed=seed + number,
+                        )
+                        runs[name].answers.append(run)
+                        bar.update()
+                    said.append(tokenizer.decode(runs[PLAIN].answers[-1].tokens, skip_special_tokens=True))
+        results.extend(runs.values())
+    return results

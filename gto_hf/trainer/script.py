@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""
+`gto-hf train`: [`GTOTrainer`] from the command line or a YAML file (`--config`). Level 6.
+
+Fine-tune a published draft:
+
+    gto-hf train --model_name_or_path org/draft --target_model_name_or_path org/llm --dataset_name rows.jsonl \
+        --output_dir my-draft
+
+Without `--model_name_or_path` a fresh EAGLE-3 draft is made from the target.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from datasets import Dataset, load_dataset
+from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config
+
+from gto_hf.checkpoints import AutoDraft
+from gto_hf.data import dataset_token_counts
+from gto_hf.drafts import DraftModel, Eagle3Draft
+from gto_hf.target import text_config
+
+from .gto_config import GTOConfig
+from .gto_trainer import GTOTrainer
+from .load import load_target, load_tokenizer
+
+
+@dataclass
+class DraftArguments:
+    """
+    Arguments of a fresh draft; not read when `--model_name_or_path` names one.
+
+    Args:
+        draft_vocab_size (`int`, *optional*, defaults to `32000`):
+            Tokens a fresh draft can say, the most frequent ones of the training data (at most the target's vocabulary).
+    """
+
+    draft_vocab_size: int = field(default=32000, metadata={"help": "Tokens that a fresh draft can say."})
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Parse, train, save; pushes to the Hub with `--push_to_hub`."""
+    parser = TrlParser((ScriptArguments, GTOConfig, ModelConfig, DraftArguments), prog="gto-hf train")
+    script_args, args, model_args, draft_args = parser.parse_args_and_config(argv)
+    if script_args.dataset_name is None:
+        parser.error("--dataset_name is needed: a Hub id, a folder, or a JSON Lines file")
+    if model_args.model_name_or_path is None and args.target_model_name_or_path is None:
+        parser.error("--target_model_name_or_path is needed when no draft is named with --model_name_or_path")
+    splits = _load_splits(script_args)
+    train_dataset = splits[script_args.dataset_train_split]
+    draft = None
+    if model_args.model_name_or_path is not None:
+        draft = AutoDraft.from_pretrained(model_args.model_name_or_path, **(args.model_init_kwargs or {}))
+    target = load_target(None if draft is not None else args.target_model_name_or_path, draft, args)
+    tokenizer = load_tokenizer(None, target)
+    if draft is None:
+        draft = _fresh_draft(target, tokenizer, train_dataset, draft_args)
+    trainer = GTOTrainer(
+        model=draft,
+        target_model=target,
+        args=args,
+        train_dataset=train_dataset,
+        eval_dataset=splits.get(script_args.dataset_test_split) if args.eval_strategy != "no" else None,
+        processing_class=tokenizer,
+        peft_config=get_peft_config(model_args),
+    )
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    trainer.save_model(args.output_dir)
+    if args.push_to_hub:
+        trainer.push_to_hub(dataset_name=script_args.dataset_name)
+
+
+def _load_splits(script_args: ScriptArguments) -> dict[str, Dataset]:
+    """Splits of a Hub dataset, a folder, or one JSON Lines file (as the train split)."""
+    name = script_args.dataset_name
+    if Path(name).is_file():
+        return load_dataset("json", data_files={script_args.dataset_train_split: name})
+    return load_dataset(name, name=script_args.dataset_config)
+
+
+def _fresh_draft(target: object, tokenizer: object, dataset: Dataset, args: DraftArguments) -> DraftModel:
+    """A draft shaped like the target, with the training data's most frequent tokens."""
+    vocab = text_config(target).vocab_size
+    counts = dataset_token_counts(dataset, tokenizer, vocab)
+    size = min(args.draft_vocab_size, vocab)
+    return Eagle3Draft.from_target(target, draft_vocab_size=size, token_counts=counts, tokenizer=tokenizer)
