@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import tempfile
+
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from datasets import Dataset
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -16,7 +19,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from gto_hf import Eagle3Draft, TreeConfig
+from gto_hf import Eagle3Draft, GTOConfig, GTOTrainer, TreeConfig
 
 
 VOCAB = 64
@@ -71,12 +74,13 @@ def tiny_draft(target: PreTrainedModel, *, vocab: int = 48, tree: TreeConfig = T
     return Eagle3Draft.from_target(target, draft_vocab_size=vocab, token_counts=counts, tree=tree).eval()
 
 
-def tiny_tokenizer(vocab: int = VOCAB) -> PreTrainedTokenizerFast:
-    """Words `t0 .. t63`, split at spaces."""
-    words = {f"t{i}": i for i in range(vocab)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="t3"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="t1", eos_token="t2", pad_token="t0")
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """One printable character per id: 3 is `!`, 4 is `"`, and so on."""
+    vocab = {"<pad>": 0, "<s>": 1, "</s>": 2} | {chr(ord("!") + i - 3): i for i in range(3, VOCAB)}
+    raw = Tokenizer(models.BPE(vocab, []))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
 
 
 def written_rows(target: PreTrainedModel, count: int, length: int, *, prompt: int = 4, seed: int = 0) -> list[dict]:
@@ -87,3 +91,34 @@ def written_rows(target: PreTrainedModel, count: int, length: int, *, prompt: in
         prompts, attention_mask=torch.ones_like(prompts), do_sample=True, max_length=length, eos_token_id=None
     )
     return [{"input_ids": row.tolist(), "labels": [-100] * prompt + row[prompt:].tolist()} for row in out]
+
+
+def memorised_rows(target: PreTrainedModel, count: int = 6, length: int = 60) -> tuple[list[dict], torch.Tensor]:
+    """The target's own greedy texts after `count` prompts, as rows, and the prompts `(count, 6)`."""
+    torch.manual_seed(5)
+    prompts = torch.randint(3, target.config.vocab_size, (count, 6))
+    out = target.generate(
+        prompts, attention_mask=torch.ones_like(prompts), do_sample=False, max_length=length, eos_token_id=None
+    )
+    return [{"input_ids": r.tolist(), "labels": [-100] * 6 + r[6:].tolist()} for r in out], prompts
+
+
+def train_tiny(draft: Eagle3Draft, target: PreTrainedModel, rows: list[dict], *, steps: int = 250) -> None:
+    """Phase I on a few rows until the draft knows them."""
+    with tempfile.TemporaryDirectory() as folder:
+        args = GTOConfig(
+            folder,
+            max_steps=steps,
+            learning_rate=3e-3,
+            per_device_train_batch_size=len(rows),
+            gto_weight=0.0,
+            bf16=False,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            logging_steps=1000,
+        )
+        dataset = Dataset.from_list(rows)
+        trainer = GTOTrainer(draft, target, args, train_dataset=dataset, processing_class=tiny_tokenizer())
+        trainer.train()
+    draft.eval()

@@ -76,9 +76,9 @@ def tree_decode(
     statistics.emitted_tokens = 1
     _stream(streamer, emitter, 1)
     drafter = _Drafter(draft)
-    count = features.shape[1]
-    valid = verifier.valid_columns(count)
-    drafter.read(features, emitter.input_ids[:, -count:], positions, valid)
+    if not emitter.finished:
+        count = features.shape[1]
+        drafter.read(features, emitter.input_ids[:, -count:], positions, verifier.valid_columns(count))
     with target._optimize_model_for_decode():
         while not emitter.finished:
             room = generation_config.max_length - emitter.input_ids.shape[1]

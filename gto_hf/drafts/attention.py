@@ -8,10 +8,12 @@ reads `[embedding; feature]`). The parts themselves are Llama's, from transforme
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from .config import DraftConfig
 
@@ -76,6 +78,19 @@ def attend_prefix_and_nodes(
     out = out.reshape(prefixes, kv_heads, trees, groups * width, dim).transpose(1, 2).reshape(rows, kv_heads, -1, dim)
     own = weights[..., length:].transpose(1, 2).reshape(rows, kv_heads, groups * width, size) @ nodes[1]
     return (out + own).reshape(rows, heads, width, dim)
+
+
+class DraftRotaryEmbedding(LlamaRotaryEmbedding):
+    """Llama's rotary embedding whose frequencies stay in float32 when the model is cast; half precision loses positions."""
+
+    def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
+        exact = {name: buffer for name, buffer in self.named_buffers(recurse=False) if not buffer.is_meta}
+        super()._apply(fn, recurse)
+        for name, buffer in exact.items():
+            moved = getattr(self, name)
+            if moved.dtype != buffer.dtype and not moved.is_meta:
+                setattr(self, name, buffer.to(moved.device))
+        return self
 
 
 class DraftAttention(nn.Module):

@@ -12,12 +12,12 @@ from typing import Any, Self
 import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from gto_hf.target import default_feature_layers, final_norm_scale, fingerprint, text_config, unwrap
 from gto_hf.tree import TreeConfig
 
-from .attention import DraftAttention, KeyValues
+from .attention import DraftAttention, DraftRotaryEmbedding, KeyValues
 from .base import DraftModel, DraftOutput
 from .config import DraftConfig
 from .vocab import choose_draft_vocab
@@ -60,7 +60,7 @@ class Eagle3Draft(DraftModel):
         self.midlayer = Eagle3Layer(config)
         self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
-        self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.rotary_emb = DraftRotaryEmbedding(config)
         self.post_init()
 
     def fuse(self, target_features: torch.Tensor) -> torch.Tensor:
@@ -105,8 +105,9 @@ class Eagle3Draft(DraftModel):
         """
         A fresh draft shaped like its target, ready to train.
 
-        Width, heads, norm epsilon, activation and RoPE are the target's; head rows and final norm start as copies of
-        the target's (when the widths agree); the rest is random, under the global torch seed.
+        Width, heads, norm epsilon, activation and RoPE are the target's. Head rows, final norm and, for targets built
+        like Llama, the layer start as copies of the target's where the shapes agree; the rest is random, under the
+        global torch seed.
 
         Args:
             target (`PreTrainedModel`): Unchanged causal LM.
@@ -175,20 +176,51 @@ class Eagle3Draft(DraftModel):
 
     @torch.no_grad()
     def _copy_from(self, target: nn.Module) -> None:
-        """Start head rows and final norm (and an own embedding of equal width) as copies of the target's."""
+        """
+        Start from what the target knows, where the shapes agree.
+
+        Head rows, final norm and own embedding are the target's. The layer starts as the target's last one, reading the
+        feature, and `fc` as the highest feature: measured on SmolLM2 after 50 k tokens this accepts more than random
+        weights did after 100 k.
+        """
         model = unwrap(target)
-        kept = self.kept_ids
         head = model.get_output_embeddings()
-        weight = getattr(head, "weight", None)
-        if weight is not None and weight.shape[-1] == self.config.hidden_size and weight.is_floating_point():
-            self.lm_head.weight.copy_(weight[kept.to(weight.device)])
-            scale = final_norm_scale(target)
-            if scale is not None:
-                self.norm.weight.copy_(scale)
+        _copy(self.lm_head.weight, getattr(head, "weight", None), rows=self.kept_ids)
+        _copy(self.norm.weight, final_norm_scale(target))
         if self.config.own_embeddings:
-            embedding = model.get_input_embeddings().weight
-            if embedding.shape == self.embed_tokens.weight.shape:
-                self.embed_tokens.weight.copy_(embedding)
+            _copy(self.embed_tokens.weight, model.get_input_embeddings().weight)
+        width = self.config.hidden_size
+        if self.config.target_hidden_size != width:
+            return
+        self.fc.weight.mul_(0.1)
+        self.fc.weight[:, -width:] += torch.eye(width, dtype=self.dtype, device=self.device)
+        last = _last_layer(target)
+        if last is None:
+            return
+        own = dict(self.midlayer.named_parameters())
+        for name, weight in last.named_parameters():
+            if name in ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"):
+                _copy(own[name][:, width:], weight)
+            elif name == "input_layernorm.weight":
+                _copy(own["hidden_norm.weight"], weight)
+            elif name in own:
+                _copy(own[name], weight)
+
+
+def _copy(to: torch.Tensor, source: torch.Tensor | None, rows: torch.Tensor | None = None) -> None:
+    """Copy if there is something of the same shape to copy (quantized weights are not)."""
+    if source is None or not source.is_floating_point():
+        return
+    if rows is not None and source.shape[-1] == to.shape[-1]:
+        source = source[rows.to(source.device)]
+    if source.shape == to.shape:
+        to.copy_(source)
+
+
+def _last_layer(target: nn.Module) -> nn.Module | None:
+    """The target's last decoder layer, if its parts have Llama's names."""
+    layers = [m for m in unwrap(target).modules() if hasattr(m, "self_attn") and hasattr(m, "input_layernorm")]
+    return layers[-1] if layers else None
 
 
 def _plain_rope(source: Any) -> dict[str, Any]:

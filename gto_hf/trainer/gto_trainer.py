@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import textwrap
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -272,9 +273,10 @@ class GTOTrainer(SFTTrainer):
         teacher = make_teacher(reading.logits, draft.kept_ids, reading.first)
         with self.accelerator.autocast():
             plan = self._plan(unwrapped, draft, reading, groups, valid) if with_groups else None
-            logits, path_log_probs = self._forward_redirection(
-                model, unwrapped, draft_forward, draft, reading.sequences, root_list, self.ttt_steps, plan
-            )
+            with _bare_forward(unwrapped):
+                logits, path_log_probs = self._forward_redirection(
+                    model, unwrapped, draft_forward, draft, reading.sequences, root_list, self.ttt_steps, plan
+                )
         supervised = supervised_steps(targets, root_list, self.ttt_steps) & real[..., None]
         tokens = token_loss(
             logits, teacher, root_list, supervised, self.args.ttt_decay, skip_unsayable=self.args.skip_unsayable
@@ -442,6 +444,21 @@ class GTOTrainer(SFTTrainer):
             paper=self._paper,
         )
         card.save(f"{self.args.output_dir}/README.md")
+
+
+@contextmanager
+def _bare_forward(module: nn.Module) -> Iterator[None]:
+    """
+    Remove what accelerate wraps around `forward` (autocast, and every output to float32), now and afterwards.
+
+    The whole step runs under `accelerator.autocast` already, outputs stay in half precision, and the user gets the draft
+    back as it came.
+    """
+    module.__dict__.pop("forward", None)
+    try:
+        yield
+    finally:
+        module.__dict__.pop("forward", None)
 
 
 def _length(dataset: Any) -> int | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A slow draft tree in plain Python: the policy of docs/algorithm.md section 1, one root at a time.
+"""A slow draft tree in plain Python: the EAGLE-2 policy, one root at a time.
 
 Nothing here is shared with the package under test. A path is a tuple whose first entry is the root's context
 (any integer that stands for "everything before the root") and whose second entry is the root token.
