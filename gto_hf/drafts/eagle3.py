@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from gto_hf.target import default_feature_layers, final_norm_scale, fingerprint, text_config, unwrap
 from gto_hf.tree import TreeConfig
@@ -30,9 +30,9 @@ class Eagle3Layer(GradientCheckpointingLayer):
         super().__init__()
         self.self_attn = DraftAttention(config, 2 * config.hidden_size)
         self.mlp = LlamaMLP(config)
-        self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)  # on the embedding
-        self.hidden_norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)  # on the feature
-        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)  # on the embedding
+        self.hidden_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)  # on the feature
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
         self, embeddings: torch.Tensor, features: torch.Tensor, *attention: Any
@@ -58,7 +58,7 @@ class Eagle3Draft(DraftModel):
         super().__init__(config)
         self.fc = nn.Linear(len(config.feature_layers) * config.target_hidden_size, config.hidden_size, bias=False)
         self.midlayer = Eagle3Layer(config)
-        self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self.rotary_emb = DraftRotaryEmbedding(config)
         self.post_init()

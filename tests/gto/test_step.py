@@ -1,0 +1,443 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training's trees, rewards, losses and gradients against decoding and against plain loops."""
+
+import copy
+
+import pytest
+import torch
+
+from gto_hf import TreeConfig
+from gto_hf.decoding import DecodingStatistics, loop
+from gto_hf.gto import (
+    SequencePrefix,
+    draft_forward,
+    gto_loss,
+    make_teacher,
+    plan_groups,
+    read_target,
+    roots_of,
+    sample_groups,
+    supervised_steps,
+    supervised_targets,
+    token_loss,
+)
+from tests.reference import naive_gto
+from tests.reference.naive_eagle3 import NaiveEagle3, PathModel
+from tests.reference.naive_tree import naive_tree
+from tests.tiny import EOS, tiny_draft, tiny_target
+
+
+TREE = TreeConfig(depth=3, top_k=3, total_tokens=8)
+EOS_IDS = torch.tensor([EOS])
+
+
+def batch_of(target, rows, *, pad_left=False):
+    """(input_ids, attention_mask, labels) of rows of unequal length; the first 3 tokens are the prompt."""
+    width = max(map(len, rows))
+    ids, mask = torch.zeros(len(rows), width, dtype=torch.long), torch.zeros(len(rows), width, dtype=torch.long)
+    labels = torch.full_like(ids, -100)
+    for i, row in enumerate(rows):
+        where = slice(width - len(row), width) if pad_left else slice(0, len(row))
+        ids[i, where], mask[i, where] = torch.tensor(row), 1
+        labels[i, where] = torch.tensor([-100] * 3 + row[3:])
+    return ids, mask, labels
+
+
+def plan_for(target, draft, reference, batch, *, groups=None, valid=None, num_groups=2, size=3, **kwargs):
+    ids, mask, labels = batch
+    targets = supervised_targets(labels, ids, EOS_IDS)
+    roots = roots_of(targets)
+    if groups is None:
+        groups, valid = sample_groups(roots, num_groups, size, torch.Generator().manual_seed(0))
+    reading = read_target(
+        target, ids, mask, list(draft.config.feature_layers), 0, ids.shape[1], use_cache=True
+    )
+    logits = reading.logits.gather(1, groups.flatten(1)[..., None].expand(-1, -1, reading.logits.shape[-1]))
+    plan = plan_groups(
+        draft, reference, reading.sequences, groups, valid, TREE, target, reading.cache, logits, EOS_IDS,
+        max_nodes=20, **kwargs,
+    )  # fmt: skip
+    assert reading.cache.get_seq_length() == ids.shape[1]  # scoring leaves the cache as it was
+    return plan, reading, groups, valid
+
+
+def perturbed(draft, scale=0.05, seed=0):
+    other = copy.deepcopy(draft)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.add_(torch.randn_like(p) * scale)
+    return other
+
+
+@pytest.fixture
+def rows(llama):
+    torch.manual_seed(2)
+    prompts = torch.randint(3, 40, (3, 3))
+    out = llama.generate(
+        prompts, attention_mask=torch.ones_like(prompts), do_sample=True, max_length=18, eos_token_id=None
+    ).tolist()
+    return [out[0], out[1][:13], out[2][:16]]
+
+
+# ---------------------------------------------------------------- one policy
+def test_the_training_tree_is_the_decoding_tree(trained):
+    """At every position: same tokens, parents and scores as decoding drafts after that very prefix."""
+    target, draft, prompts = trained
+    kwargs = {"attention_mask": torch.ones_like(prompts[:1]), "eos_token_id": None, "do_sample": False}
+    drafted = []
+    original = loop._Drafter.grow
+
+    def grow(self, root_token, room):
+        tree = original(self, root_token, room)
+        if room >= draft.tree.depth:  # the last trees before the limit are smaller
+            drafted.append((self.prefix.valid.shape[1], tree))  # the root stands at slot = number of pairs
+        return tree
+
+    loop._Drafter.grow = grow
+    try:
+        text = target.generate(prompts[:1], assistant_model=draft, max_new_tokens=40, **kwargs)
+    finally:
+        loop._Drafter.grow = original
+    assert len(drafted) >= 3
+    with torch.no_grad():
+        reading = read_target(
+            target, text, torch.ones_like(text), list(draft.config.feature_layers), 0, 1, use_cache=False
+        )
+        roots = torch.tensor([[slot for slot, _ in drafted]])
+        trained_trees = SequencePrefix(draft, reading.sequences).grow(roots, draft.tree)
+    for i, (_, tree) in enumerate(drafted):
+        assert torch.equal(trained_trees.tokens[i], tree.tokens[0])
+        assert torch.equal(trained_trees.parents[i], tree.parents[0])
+        torch.testing.assert_close(trained_trees.scores[i], tree.scores[0], atol=1e-4, rtol=1e-4)
+
+
+def test_training_time_logits_equal_decode_time_logits_for_every_unrolled_step(trained):
+    """Feed the text as a chain of nodes to the decoder's draft and compare with the unrolled training pass."""
+    target, draft, prompts = trained
+    from gto_hf.drafts import DraftPrefix, NodeSteps
+
+    ids = target.generate(
+        prompts[:1], attention_mask=torch.ones_like(prompts[:1]), max_new_tokens=20, eos_token_id=None, do_sample=False
+    )
+    with torch.no_grad():
+        layers = list(draft.config.feature_layers)
+        reading = read_target(target, ids, torch.ones_like(ids), layers, 0, 1, use_cache=False)
+        t, steps = 12, 6
+        trained_logits = SequencePrefix(draft, reading.sequences).unrolled_logits(torch.tensor([[t]]), steps)
+        # decoding: the prompt first, then accepted tokens in two reads, then nodes
+        prefix, features = DraftPrefix(draft), reading.sequences.features
+        for a, b in ((0, 6), (6, 9), (9, t)):
+            out = prefix.extend(features[:, a:b], ids[:, a + 1 : b + 1], torch.arange(a, b)[None])
+        nodes = NodeSteps(prefix, torch.tensor([t - 1]), prefix.valid)
+        feature = out[:, -1:]
+        for k in range(steps):
+            torch.testing.assert_close(draft.head(feature)[0, 0], trained_logits[k][0, 0], atol=1e-4, rtol=1e-4)
+            ancestors = torch.ones(1, 1, k + 1, dtype=torch.bool)
+            feature = nodes.forward(ids[:, t + 1 + k, None], feature, ancestors, k + 1)
+
+
+# ---------------------------------------------------------------- rewards
+@pytest.mark.parametrize("aggregation, eta", [("lse", 1.0), ("lse", 3.0), ("max", 1.0), ("mean", 1.0), ("nodes", 1.0)])
+@pytest.mark.parametrize("pad_left", [False, True])
+def test_rewards_and_paths_equal_the_naive_loop(llama, rows, aggregation, eta, pad_left):
+    reference = tiny_draft(llama)
+    draft = perturbed(reference)
+    batch = batch_of(llama, rows, pad_left=pad_left)
+    plan, reading, groups, valid = plan_for(llama, draft, reference, batch, aggregation=aggregation, eta=eta)
+    assert valid.all()
+    embedding = llama.get_input_embeddings().weight
+    checked = 0
+    for b, row in enumerate(rows):
+        shift = batch[0].shape[1] - len(row) if pad_left else 0
+        features = reading.sequences.features[b, shift : shift + len(row)]
+        for g in range(groups.shape[1]):
+            found = {"draft": [], "reference": []}
+            for i, slot in enumerate(groups[b, g].tolist()):
+                t = slot - shift
+                prefix = row[: t + 1]
+                number = (b * groups.shape[1] + g, i)
+                for name, model in (("draft", draft), ("reference", reference)):
+                    with torch.no_grad():
+                        naive = NaiveEagle3(model, embedding)
+                        tree = naive_tree(
+                            PathModel(naive, features[:t], prefix), 0, prefix[-1], TREE.depth, TREE.top_k, TREE.total_tokens
+                        )
+                    probs = naive_gto.node_probs(llama, prefix, tree, {EOS})
+                    found[name].append(naive_gto.reward(tree, probs, aggregation, eta))
+                    got = (plan.rewards if name == "draft" else plan.reference_rewards)[number]
+                    assert abs(found[name][-1] - got) < 1e-4
+                    got = (plan.expected if name == "draft" else plan.reference_expected)[number]
+                    assert abs(sum(probs[1:]) - got) < 1e-4
+                    if name == "draft":
+                        path = naive_gto.accepted_path(llama, prefix, tree, {EOS})
+                        n = number[0] * groups.shape[2] + i
+                        assert plan.lengths[n] == len(path)
+                        assert plan.paths[n, : len(path)].tolist() == path
+                        with torch.no_grad():
+                            expected = naive_gto.path_log_prob(
+                                NaiveEagle3(reference, embedding), features[:t], prefix, path
+                            )
+                        torch.testing.assert_close(plan.reference_log_probs[number], expected, atol=1e-4, rtol=1e-4)
+                        checked += len(path)
+            expected = torch.tensor(naive_gto.advantages(found["draft"], found["reference"], 1e-4))
+            torch.testing.assert_close(plan.advantages[number[0]], expected, atol=2e-2, rtol=2e-2)
+    assert checked > 0
+
+
+def test_rewards_equal_enumeration_of_all_continuations_on_a_tiny_vocabulary():
+    """The node sum is the expected accepted length over every continuation the target can write."""
+    import itertools
+
+    target = tiny_target(vocab=5, sharpness=3.0)
+    draft = tiny_draft(target, vocab=4, tree=TreeConfig(3, 3, 8))
+    ids = torch.tensor([[3, 4, 3, 4, 4, 3]])
+    plan, reading, groups, _ = plan_for(
+        target, draft, draft, (ids, torch.ones_like(ids), ids), groups=torch.tensor([[[3, 4]]]), valid=torch.ones(1, 1).bool()
+    )
+    with torch.no_grad():
+        trees = SequencePrefix(draft, reading.sequences).grow(groups.flatten(1), TREE)
+    for i, t in enumerate((3, 4)):
+        tokens, parents = trees.tokens[i].tolist(), trees.parents[i].tolist()
+        prefix, expected = ids[0, : t + 1].tolist(), 0.0
+        for text in itertools.product(range(5), repeat=3):
+            rows = naive_gto.target_log_probs(target, prefix + list(text))
+            p, at, accepted, alive = 1.0, 0, 0, True
+            for j, token in enumerate(text):
+                p *= rows[t + j, token].exp().item()
+                child = [c for c in range(1, len(tokens)) if parents[c] == at and tokens[c] == token]
+                alive = alive and bool(child)
+                if alive:
+                    accepted, at = accepted + 1, child[0]
+                    alive = token != EOS
+            expected += p * accepted
+        assert abs(plan.expected[0, i] - expected) < 1e-4
+
+
+class _Force:
+    """Fixes the first token, so that every run drafts its first tree below the same root."""
+
+    def __init__(self, length, token):
+        self.length, self.token = length, token
+
+    def __call__(self, input_ids, scores):
+        if input_ids.shape[1] == self.length:
+            scores = torch.full_like(scores, -torch.inf)
+            scores[:, self.token] = 0
+        return scores
+
+
+def test_expected_acceptance_equals_the_mean_of_sampled_decodes(monkeypatch):
+    target = tiny_target(sharpness=2.0)
+    draft = tiny_draft(target, vocab=60, tree=TREE)
+    prompt, first, draws = torch.randint(3, 60, (1, 8)), 20, 1500
+    accepted = []
+    original = DecodingStatistics.add_round
+
+    def add_round(self, count, bonus, drafted):
+        if self.rounds == 0:
+            accepted.append(count)
+        original(self, count, bonus, drafted)
+
+    monkeypatch.setattr(DecodingStatistics, "add_round", add_round)
+    for seed in range(draws):
+        torch.manual_seed(seed)
+        target.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            assistant_model=draft,
+            do_sample=True,
+            top_k=0,
+            max_new_tokens=2 + TREE.depth,  # the forced token, and a whole round
+            eos_token_id=None,
+            logits_processor=[_Force(prompt.shape[1], first)],
+        )
+    ids = torch.cat([prompt, torch.tensor([[first, 5]])], 1)
+    groups, valid = torch.tensor([[[prompt.shape[1]]]]), torch.ones(1, 1, dtype=torch.bool)
+    plan, *_ = plan_for(target, draft, draft, (ids, torch.ones_like(ids), ids), groups=groups, valid=valid)
+    counts = torch.tensor(accepted, dtype=torch.float64)
+    assert len(counts) == draws and counts.mean() > 0.05
+    error = counts.std() / draws**0.5
+    assert abs(counts.mean() - plan.expected.item()) < 4 * error
+
+
+# ---------------------------------------------------------------- losses and gradients
+def naive_losses(target, draft, reference, batch, rows, plan, groups, steps, decay):
+    """(token loss, roots, gto loss) with gradient, by plain loops."""
+    embedding = target.get_input_embeddings().weight.detach()
+    naive, ref = NaiveEagle3(draft, embedding), NaiveEagle3(reference, embedding)
+    layers = list(draft.config.feature_layers)
+    tokens_total, roots_total, gto_total = 0.0, 0, 0.0
+    for b, row in enumerate(rows):
+        with torch.no_grad():
+            states = target(torch.tensor([row]), output_hidden_states=True).hidden_states
+        features = torch.cat([states[i][0] for i in layers], -1)
+        supervised = {p for p in range(3, len(row)) if row[p - 1] != EOS}
+        loss, roots = naive_gto.token_loss(
+            naive, target, features, row, supervised, draft.kept_ids.tolist(), steps, decay, 64
+        )
+        tokens_total, roots_total = tokens_total + loss, roots_total + roots
+        for g in range(groups.shape[1]):
+            number = b * groups.shape[1] + g
+            mine, theirs, lengths = [], [], []
+            for i, t in enumerate(groups[b, g].tolist()):
+                n = number * groups.shape[2] + i
+                path = plan.paths[n, : plan.lengths[n]].tolist()
+                mine.append(naive_gto.path_log_prob(naive, features[:t], row[: t + 1], path))
+                with torch.no_grad():
+                    theirs.append(naive_gto.path_log_prob(ref, features[:t], row[: t + 1], path))
+                lengths.append(len(path))
+            gto_total = gto_total + naive_gto.group_loss(mine, theirs, lengths, plan.advantages[number], 0.2)
+    return tokens_total, roots_total, gto_total
+
+
+def fast_losses(target, draft, reference, batch, steps, decay, plan_args=None):
+    ids, mask, labels = batch
+    plan, reading, groups, valid = plan_for(target, draft, reference, batch, **(plan_args or {}))
+    targets = supervised_targets(labels, ids, EOS_IDS)
+    roots = roots_of(targets)
+    width = int(roots.sum(1).max())
+    order = roots.int().argsort(dim=1, descending=True, stable=True)[:, :width]
+    real = roots.gather(1, order)
+    order = order.masked_fill(~real, 1)
+    logits, path_log_probs = draft_forward(draft, reading.sequences, order, steps, plan)
+    teacher = make_teacher(reading.logits, draft.kept_ids, 0)
+    supervised = supervised_steps(targets, order, steps) & real[..., None]
+    tokens = token_loss(logits, teacher, order, supervised, decay)
+    grouped = gto_loss(path_log_probs, plan.reference_log_probs, plan.of_groups(plan.lengths), plan.advantages)
+    return tokens, grouped, plan, groups
+
+
+def test_batched_losses_equal_the_naive_loop_in_value_and_gradient(llama, rows):
+    reference = tiny_draft(llama)
+    draft = perturbed(reference, 0.02)
+    batch = batch_of(llama, rows)
+    tokens, grouped, plan, groups = fast_losses(llama, draft, reference, batch, 3, 0.8)
+    assert plan.lengths.sum() > 0
+    expected_tokens, roots, expected_gto = naive_losses(llama, draft, reference, batch, rows, plan, groups, 3, 0.8)
+    assert int(tokens.counted[0]) == roots
+    torch.testing.assert_close(tokens.loss, expected_tokens, atol=1e-3, rtol=1e-4)
+    torch.testing.assert_close(grouped.loss, expected_gto, atol=1e-4, rtol=1e-4)
+    for fast, slow in ((tokens.loss, expected_tokens), (grouped.loss, expected_gto)):
+        mine = torch.autograd.grad(fast, list(draft.parameters()), retain_graph=True, allow_unused=True)
+        theirs = torch.autograd.grad(slow, list(draft.parameters()), retain_graph=True, allow_unused=True)
+        for (name, _), a, b in zip(draft.named_parameters(), mine, theirs, strict=True):
+            assert a is not None and a.abs().sum() > 0, name
+            scale = b.abs().max()
+            torch.testing.assert_close(a / scale, b / scale, atol=2e-4, rtol=1e-3, msg=name)
+
+
+def test_the_gradient_matches_finite_differences_in_float64_through_path_and_prefix(llama, rows):
+    target = llama.double()
+    reference = tiny_draft(llama).double()
+    draft = perturbed(reference, 0.02)
+    batch = batch_of(target, rows[:2])
+    _, grouped, plan, _ = fast_losses(target, draft, reference, batch, 2, 0.8)
+    ids, mask, labels = batch
+    layers = list(draft.config.feature_layers)
+    sequences = read_target(target, ids, mask, layers, 0, 1, use_cache=False).sequences
+    token_roots = torch.tensor([[4, 7], [5, 6]])
+    weights = [torch.randn(2, 2, 48, dtype=torch.float64) for _ in range(2)]
+
+    def loss():
+        logits, paths = draft_forward(draft, sequences, token_roots, 2, plan)
+        surrogate = gto_loss(paths, plan.reference_log_probs, plan.of_groups(plan.lengths), plan.advantages, 0.9)
+        return surrogate.loss + sum((w * x.log_softmax(-1)).sum() for w, x in zip(weights, logits, strict=True))
+
+    assert loss().dtype == torch.float64
+    grads = torch.autograd.grad(loss(), list(draft.parameters()))
+    torch.manual_seed(0)
+    for (name, p), grad in zip(draft.named_parameters(), grads, strict=True):
+        direction = torch.randn_like(p)
+        step = 1e-6
+        with torch.no_grad():
+            p.add_(direction, alpha=step)
+            above = loss()
+            p.add_(direction, alpha=-2 * step)
+            below = loss()
+            p.add_(direction, alpha=step)
+        numeric, analytic = (above - below) / (2 * step), (grad * direction).sum()
+        assert analytic.abs() > 1e-9, name
+        torch.testing.assert_close(analytic, numeric, rtol=1e-5, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_at_the_reference_the_ratio_is_one_and_the_gradient_zero(llama, rows, dtype):
+    target = llama.to(dtype)
+    reference = tiny_draft(llama)
+    draft = copy.deepcopy(reference).train()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+        _, grouped, plan, _ = fast_losses(target, draft, reference, batch_of(target, rows), 3, 0.8)
+    assert plan.lengths.sum() > 0
+    assert (grouped.ratio == 1).all() and (plan.advantages == 0).all()
+    grads = torch.autograd.grad(grouped.loss, list(draft.parameters()), allow_unused=True)
+    assert all(g is None or (g == 0).all() for g in grads)
+    moved = perturbed(draft, 0.05)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+        _, grouped, plan, _ = fast_losses(target, moved, reference, batch_of(target, rows), 3, 0.8)
+    assert not (grouped.ratio == 1).all() and plan.advantages.abs().sum() > 0
+    grads = torch.autograd.grad(grouped.loss, list(moved.parameters()), allow_unused=True)
+    assert sum(g.abs().sum() for g in grads if g is not None) > 0
+
+
+def test_scores_do_not_depend_on_how_many_trees_share_a_forward(llama, rows):
+    reference = tiny_draft(llama)
+    draft, batch = perturbed(reference), batch_of(llama, rows)
+    ids, mask, _ = batch
+    plans = []
+    for max_nodes in (1, 17, 10_000):
+        groups = torch.tensor([[[3, 4], [6, 7]]] * 3)
+        reading = read_target(llama, ids, mask, list(draft.config.feature_layers), 0, ids.shape[1], use_cache=True)
+        logits = reading.logits.gather(1, groups.flatten(1)[..., None].expand(-1, -1, 64))
+        plans.append(
+            plan_groups(
+                draft, reference, reading.sequences, groups, torch.ones(3, 2).bool(), TREE, llama, reading.cache,
+                logits, EOS_IDS, max_nodes=max_nodes,
+            )  # fmt: skip
+        )
+    for plan in plans[1:]:
+        torch.testing.assert_close(plan.rewards, plans[0].rewards, atol=1e-5, rtol=1e-5)
+        assert torch.equal(plan.paths, plans[0].paths) and plan.target_nodes == plans[0].target_nodes
+
+
+def test_eager_attention_gives_the_same_plan(llama, rows):
+    reference = tiny_draft(llama)
+    draft, batch = perturbed(reference), batch_of(llama, rows)
+    a, *_ = plan_for(llama, draft, reference, batch)
+    llama.set_attn_implementation("eager")
+    b, *_ = plan_for(llama, draft, reference, batch)
+    torch.testing.assert_close(a.rewards, b.rewards, atol=1e-4, rtol=1e-4)
+    assert torch.equal(a.lengths, b.lengths)
+
+
+def test_nothing_below_end_of_sequence_is_accepted(llama, rows):
+    draft = tiny_draft(llama)
+    batch = batch_of(llama, rows)
+    plan, reading, groups, _ = plan_for(llama, draft, draft, batch)
+    with torch.no_grad():
+        trees = SequencePrefix(draft, reading.sequences).grow(groups.flatten(1), TREE)
+    inner = int(trees.tokens.gather(1, trees.parents)[:, 1:][trees.parents[:, 1:] > 0].mode().values)
+    from gto_hf.gto import score_trees
+
+    roots = groups.flatten(1)
+    logits = reading.logits.gather(1, roots[..., None].expand(-1, -1, 64))
+    scores = score_trees(
+        llama, reading.cache, trees, roots, logits, reading.sequences.valid, reading.sequences.position_ids,
+        torch.tensor([inner]),
+    )  # fmt: skip
+    ended = trees.tokens == inner
+    below = ended.gather(1, trees.parents)
+    below[:, 0] = False
+    assert below.any()
+    assert (scores.node_log_probs[below] == -torch.inf).all() and (scores.choices[ended] == -1).all()
+
+
+def test_sampled_paths_follow_the_generator(llama, rows):
+    reference = tiny_draft(llama)
+    draft, batch = perturbed(reference), batch_of(llama, rows)
+    a, b, c = (
+        plan_for(llama, draft, reference, batch, sample=torch.Generator().manual_seed(seed), temperature=5.0)[0]
+        for seed in (1, 1, 2)
+    )
+    assert torch.equal(a.lengths, b.lengths) and torch.equal(a.paths, b.paths)
+    assert not torch.equal(a.paths, c.paths) or not torch.equal(a.lengths, c.lengths)
