@@ -32,6 +32,20 @@ def roots_of(targets: torch.Tensor) -> torch.Tensor:
     return torch.cat([targets[:, 1:], torch.zeros_like(targets[:, :1])], dim=1)
 
 
+def padded_positions(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Positions of the true entries of each row of `(B, T)`, ascending.
+
+    Returns:
+        `positions` `(B, n)` int64 and `real` `(B, n)` bool; `n >= 1` is the largest number in a row, and what is not
+        real is slot 1.
+    """
+    width = max(int(mask.sum(1).max()), 1)
+    order = mask.int().argsort(dim=1, descending=True, stable=True)[:, :width]
+    real = mask.gather(1, order)
+    return order.masked_fill(~real, 1), real
+
+
 def _slots(row: torch.Tensor, size: int, generator: torch.Generator | None) -> list[int]:
     """First positions of the non-overlapping groups of `size` adjacent roots that fit into one row."""
     positions = row.nonzero()[:, 0].tolist()

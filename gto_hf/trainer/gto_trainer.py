@@ -8,9 +8,7 @@ Phase I (`gto_weight=0`) trains the token loss; Phase II adds the GTO term.
 from __future__ import annotations
 
 import textwrap
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,6 +28,7 @@ from gto_hf.gto import (
     draft_forward,
     gto_loss,
     make_teacher,
+    padded_positions,
     plan_groups,
     read_target,
     roots_of,
@@ -41,8 +40,9 @@ from gto_hf.gto import (
 from gto_hf.hub import draft_card
 from gto_hf.lora import Reference, draft_peft_config, is_peft
 
+from .forward import bare_forward
 from .gto_config import GTOConfig
-from .load import eos_ids, load_draft, load_target, load_tokenizer
+from .load import check_rows, eos_ids, length, load_draft, load_target, load_tokenizer
 from .sums import Sums
 
 
@@ -170,7 +170,7 @@ class GTOTrainer(SFTTrainer):
         if data_collator is None:
             data_collator = DataCollatorForLanguageModeling(pad_token_id=processing_class.pad_token_id)
 
-        rows = _length(train_dataset)
+        rows = length(train_dataset)
         own_forward = draft.__dict__.get("forward")
         super().__init__(
             model=model,
@@ -188,7 +188,7 @@ class GTOTrainer(SFTTrainer):
         draft.__dict__.pop("forward", None)
         if own_forward is not None:
             draft.__dict__["forward"] = own_forward
-        self._check_rows(rows)
+        check_rows(rows, length(self.train_dataset), args.max_length)
 
         # Frozen models
         self._place_frozen()
@@ -201,23 +201,6 @@ class GTOTrainer(SFTTrainer):
         self._batch_counts: tuple[torch.Tensor, torch.Tensor] | None = None
         self._micro_step = 0
         self._eval_prefix = "eval"
-
-    def _check_rows(self, rows_before: int | None) -> None:
-        """Refuse a dataset that trains on nothing; say how much of it was dropped."""
-        rows = _length(self.train_dataset)
-        if rows is None or rows_before is None:
-            return
-        if rows == 0:
-            raise ValueError(
-                f"All {rows_before} rows of `train_dataset` are without a trainable token after cutting at "
-                f"`max_length={self.args.max_length}`. Raise `max_length`, or check that labels (or the chat template's "
-                "assistant mask) mark the answers."
-            )
-        if rows < rows_before:
-            warnings.warn(
-                f"{rows_before - rows} of {rows_before} rows have no trainable token within "
-                f"`max_length={self.args.max_length}` and were dropped."
-            )
 
     def _place_frozen(self) -> None:
         """Put target and reference where training happens."""
@@ -266,14 +249,14 @@ class GTOTrainer(SFTTrainer):
         draft = as_draft(unwrapped)
         targets = self._targets(inputs)
         roots = roots_of(targets)
-        root_list, real = _padded_positions(roots)
+        root_list, real = padded_positions(roots)
         groups, valid = self._sample_groups(roots) if self.reference is not None else (None, None)
         with_groups = groups is not None and bool(valid.any())
         reading = self._read_target(draft, inputs, root_list, real, use_cache=with_groups)
         teacher = make_teacher(reading.logits, draft.kept_ids, reading.first)
         with self.accelerator.autocast():
             plan = self._plan(unwrapped, draft, reading, groups, valid) if with_groups else None
-            with _bare_forward(unwrapped):
+            with bare_forward(unwrapped):
                 logits, path_log_probs = self._forward_redirection(
                     model, unwrapped, draft_forward, draft, reading.sequences, root_list, self.ttt_steps, plan
                 )
@@ -444,31 +427,3 @@ class GTOTrainer(SFTTrainer):
             paper=self._paper,
         )
         card.save(f"{self.args.output_dir}/README.md")
-
-
-@contextmanager
-def _bare_forward(module: nn.Module) -> Iterator[None]:
-    """
-    Remove what accelerate wraps around `forward` (autocast, and every output to float32), now and afterwards.
-
-    The whole step runs under `accelerator.autocast` already, outputs stay in half precision, and the user gets the draft
-    back as it came.
-    """
-    module.__dict__.pop("forward", None)
-    try:
-        yield
-    finally:
-        module.__dict__.pop("forward", None)
-
-
-def _length(dataset: Any) -> int | None:
-    """Rows of a dataset, or None for streams."""
-    return len(dataset) if hasattr(dataset, "__len__") else None
-
-
-def _padded_positions(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions of the true entries of each row, `(B, n)` ascending, and which of the `n` are real; padding is slot 1."""
-    width = max(int(mask.sum(1).max()), 1)
-    order = mask.int().argsort(dim=1, descending=True, stable=True)[:, :width]
-    real = mask.gather(1, order)
-    return order.masked_fill(~real, 1), real

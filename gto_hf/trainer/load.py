@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -75,3 +76,34 @@ def eos_ids(target: nn.Module, tokenizer: Any, device: torch.device) -> torch.Te
         found = getattr(source, "eos_token_id", None)
         ids.update(found if isinstance(found, (list, tuple)) else [] if found is None else [found])
     return torch.tensor(sorted(ids), dtype=torch.long, device=device)
+
+
+def length(dataset: Any) -> int | None:
+    """Rows of a dataset, or None for streams."""
+    return len(dataset) if hasattr(dataset, "__len__") else None
+
+
+def check_rows(before: int | None, after: int | None, max_length: int | None) -> None:
+    """
+    Refuse a dataset that trains on nothing; say how much of it was dropped.
+
+    Args:
+        before, after (`int`, *optional*): Rows given, and rows with a trainable token; None for streams.
+        max_length (`int`, *optional*): Where rows were cut.
+
+    Raises:
+        ValueError: If no row is left.
+    """
+    if before is None or after is None:
+        return
+    if after == 0:
+        raise ValueError(
+            f"All {before} rows of `train_dataset` are without a trainable token after cutting at "
+            f"`max_length={max_length}`. Raise `max_length`, or check that labels (or the chat template's assistant mask) "
+            "mark the answers."
+        )
+    if after < before:
+        warnings.warn(
+            f"{before - after} of {before} rows have no trainable token within `max_length={max_length}` and were "
+            "dropped."
+        )

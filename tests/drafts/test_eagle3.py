@@ -84,7 +84,9 @@ def test_from_target_starts_from_the_targets_head_and_norm(llama):
     llama.model.norm.weight.data.uniform_(0.5, 2)
     counts = torch.zeros(64, dtype=torch.long)
     counts[[10, 20, 30]] = torch.tensor([5, 9, 7])
-    draft = Eagle3Draft.from_target(llama, draft_vocab_size=8, token_counts=counts, feature_layers=[1, 4, 6], tree=TREE)
+    draft = Eagle3Draft.from_target(
+        llama, draft_vocab_size=8, token_counts=counts, feature_layers=[1, 4, 6], tree=TREE
+    )
     kept = draft.kept_ids
     assert {10, 20, 30, 1, 2} <= set(kept.tolist())  # seen tokens, BOS and EOS
     assert torch.equal(draft.lm_head.weight, llama.lm_head.weight[kept])

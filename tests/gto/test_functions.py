@@ -43,7 +43,9 @@ def test_rewards_by_hand():
     assert tree_reward(TREE, probs, "mean").item() == pytest.approx((a + b) / 2)
     assert tree_reward(TREE, probs, "nodes").item() == pytest.approx(1.2)
     assert tree_reward(TREE, probs, "lse").item() == pytest.approx(math.log(math.exp(a) + math.exp(b)))
-    assert tree_reward(TREE, probs, "lse", 5.0).item() == pytest.approx(math.log(math.exp(5 * a) + math.exp(5 * b)) / 5)
+    assert tree_reward(TREE, probs, "lse", 5.0).item() == pytest.approx(
+        math.log(math.exp(5 * a) + math.exp(5 * b)) / 5
+    )
 
 
 def test_impossible_nodes_are_worth_nothing():

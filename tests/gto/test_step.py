@@ -13,6 +13,7 @@ from gto_hf.gto import (
     draft_forward,
     gto_loss,
     make_teacher,
+    padded_positions,
     plan_groups,
     read_target,
     roots_of,
@@ -49,9 +50,7 @@ def plan_for(target, draft, reference, batch, *, groups=None, valid=None, num_gr
     roots = roots_of(targets)
     if groups is None:
         groups, valid = sample_groups(roots, num_groups, size, torch.Generator().manual_seed(0))
-    reading = read_target(
-        target, ids, mask, list(draft.config.feature_layers), 0, ids.shape[1], use_cache=True
-    )
+    reading = read_target(target, ids, mask, list(draft.config.feature_layers), 0, ids.shape[1], use_cache=True)
     logits = reading.logits.gather(1, groups.flatten(1)[..., None].expand(-1, -1, reading.logits.shape[-1]))
     plan = plan_groups(
         draft, reference, reading.sequences, groups, valid, TREE, target, reading.cache, logits, EOS_IDS,
@@ -161,7 +160,12 @@ def test_rewards_and_paths_equal_the_naive_loop(llama, rows, aggregation, eta, p
                     with torch.no_grad():
                         naive = NaiveEagle3(model, embedding)
                         tree = naive_tree(
-                            PathModel(naive, features[:t], prefix), 0, prefix[-1], TREE.depth, TREE.top_k, TREE.total_tokens
+                            PathModel(naive, features[:t], prefix),
+                            0,
+                            prefix[-1],
+                            TREE.depth,
+                            TREE.top_k,
+                            TREE.total_tokens,
                         )
                     probs = naive_gto.node_probs(llama, prefix, tree, {EOS})
                     found[name].append(naive_gto.reward(tree, probs, aggregation, eta))
@@ -193,7 +197,12 @@ def test_rewards_equal_enumeration_of_all_continuations_on_a_tiny_vocabulary():
     draft = tiny_draft(target, vocab=4, tree=TreeConfig(3, 3, 8))
     ids = torch.tensor([[3, 4, 3, 4, 4, 3]])
     plan, reading, groups, _ = plan_for(
-        target, draft, draft, (ids, torch.ones_like(ids), ids), groups=torch.tensor([[[3, 4]]]), valid=torch.ones(1, 1).bool()
+        target,
+        draft,
+        draft,
+        (ids, torch.ones_like(ids), ids),
+        groups=torch.tensor([[[3, 4]]]),
+        valid=torch.ones(1, 1).bool(),
     )
     with torch.no_grad():
         trees = SequencePrefix(draft, reading.sequences).grow(groups.flatten(1), TREE)
@@ -296,10 +305,7 @@ def fast_losses(target, draft, reference, batch, steps, decay, plan_args=None):
     plan, reading, groups, valid = plan_for(target, draft, reference, batch, **(plan_args or {}))
     targets = supervised_targets(labels, ids, EOS_IDS)
     roots = roots_of(targets)
-    width = int(roots.sum(1).max())
-    order = roots.int().argsort(dim=1, descending=True, stable=True)[:, :width]
-    real = roots.gather(1, order)
-    order = order.masked_fill(~real, 1)
+    order, real = padded_positions(roots)
     logits, path_log_probs = draft_forward(draft, reading.sequences, order, steps, plan)
     teacher = make_teacher(reading.logits, draft.kept_ids, 0)
     supervised = supervised_steps(targets, order, steps) & real[..., None]
@@ -391,8 +397,17 @@ def test_scores_do_not_depend_on_how_many_trees_share_a_forward(llama, rows):
         logits = reading.logits.gather(1, groups.flatten(1)[..., None].expand(-1, -1, 64))
         plans.append(
             plan_groups(
-                draft, reference, reading.sequences, groups, torch.ones(3, 2).bool(), TREE, llama, reading.cache,
-                logits, EOS_IDS, max_nodes=max_nodes,
+                draft,
+                reference,
+                reading.sequences,
+                groups,
+                torch.ones(3, 2).bool(),
+                TREE,
+                llama,
+                reading.cache,
+                logits,
+                EOS_IDS,
+                max_nodes=max_nodes,
             )  # fmt: skip
         )
     for plan in plans[1:]:

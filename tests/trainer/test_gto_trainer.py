@@ -1,0 +1,377 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GTOTrainer as a TRL trainer: what moves, what does not, what is logged, what is refused."""
+
+import copy
+import json
+import math
+import pickle
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from safetensors.torch import load_file
+
+from gto_hf import AutoDraft, GTOConfig, GTOTrainer, TreeConfig
+from tests.tiny import tiny_draft, tiny_target, tiny_tokenizer, written_rows
+
+
+OFF = {"report_to": "none", "bf16": False, "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1}
+SMALL = {"num_groups": 2, "group_size": 3, "tree_depth": 3, "tree_top_k": 3, "tree_total_tokens": 8}
+
+
+@pytest.fixture
+def rows(llama):
+    return written_rows(llama, 8, 24)
+
+
+def make(draft, target, rows, folder, *, cls=GTOTrainer, peft_config=None, eval_rows=None, **kwargs):
+    args = GTOConfig(str(folder), **{**OFF, **SMALL, "learning_rate": 1e-3, **kwargs})
+    return cls(
+        model=draft,
+        target_model=target,
+        args=args,
+        train_dataset=rows if isinstance(rows, Dataset) else Dataset.from_list(rows),
+        eval_dataset=eval_rows,
+        processing_class=tiny_tokenizer(),
+        peft_config=peft_config,
+    )
+
+
+def state(model):
+    return {k: v.clone() for k, v in model.state_dict().items()}
+
+
+def logs_with(trainer, key):
+    return [entry[key] for entry in trainer.state.log_history if key in entry]
+
+
+# ---------------------------------------------------------------- what moves
+@pytest.mark.parametrize("weight", [0.0, 0.5])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_draft_moves_and_the_target_does_not(llama, draft, rows, tmp_path, weight, checkpointing):
+    before, target_before = state(draft), state(llama)
+    trainer = make(
+        draft, llama, rows, tmp_path, gto_weight=weight, max_steps=3, gradient_checkpointing=checkpointing,
+        per_device_train_batch_size=2,
+    )  # fmt: skip
+    trainer.train()
+    moved = {k for k, v in draft.state_dict().items() if not torch.equal(v, before[k])}
+    assert moved == {k for k, _ in draft.named_parameters()}  # every parameter, no buffer
+    assert all(torch.equal(v, target_before[k]) for k, v in llama.state_dict().items())
+    assert all(p.grad is None and not p.requires_grad for p in llama.parameters())
+    assert "forward" not in draft.__dict__  # the draft comes back as it went in
+
+
+def test_loss_falls_and_acceptance_rises(llama, draft, tmp_path):
+    rows = written_rows(llama, 16, 40)
+    trainer = make(
+        draft, llama, rows, tmp_path, gto_weight=0.0, max_steps=100, per_device_train_batch_size=8, learning_rate=3e-3
+    )
+    trainer.train()
+    losses, taus = logs_with(trainer, "token_loss"), logs_with(trainer, "tau_simulated")
+    # The loss cannot fall below the entropy of this nearly random target, so the margin is in nats.
+    assert sum(losses[-5:]) / 5 < sum(losses[:5]) / 5 - 0.5
+    assert sum(taus[-5:]) > sum(taus[:5])
+
+
+def test_every_logged_quantity_is_there_and_finite(llama, draft, rows, tmp_path):
+    trainer = make(draft, llama, rows, tmp_path, max_steps=2, per_device_train_batch_size=2)
+    trainer.train()
+    expected = {
+        "token_loss", "accuracy/step_0", "accuracy/step_2", "tau_simulated", "reward/draft", "reward/reference",
+        "expected_acceptance/draft", "expected_acceptance/reference", "accepted_length", "gto/advantage_abs",
+        "gto/ratio", "gto/clip_fraction", "gto/loss", "gto/target_nodes", "skipped_sequences", "trained_tokens",
+        "num_tokens", "grad_norm",
+    }  # fmt: skip
+    for entry in trainer.state.log_history[:2]:
+        assert expected <= set(entry), expected - set(entry)
+        assert all(math.isfinite(v) for v in entry.values())
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_the_first_step_is_at_the_reference(llama, draft, rows, tmp_path, bf16):
+    target = llama.to(torch.bfloat16 if bf16 else torch.float32)
+    trainer = make(draft, target, rows, tmp_path, max_steps=3, bf16=bf16, per_device_train_batch_size=4)
+    trainer.train()
+    first, *later = trainer.state.log_history[:3]
+    assert first["gto/ratio"] == 1.0 and first["gto/advantage_abs"] == 0.0 and first["gto/loss"] == 0.0
+    assert first["reward/draft"] == first["reward/reference"]
+    assert any(entry["gto/advantage_abs"] > 0 for entry in later)
+
+
+def test_groups_of_one_and_zero_weight_are_the_same_control(llama, draft, rows, tmp_path):
+    drafts = []
+    for kwargs in ({"gto_weight": 0.0}, {"group_size": 1}):
+        other = copy.deepcopy(draft)
+        make(other, llama, rows, tmp_path, max_steps=3, per_device_train_batch_size=2, **kwargs).train()
+        drafts.append(state(other))
+    for key, value in drafts[0].items():
+        torch.testing.assert_close(value, drafts[1][key], atol=1e-6, rtol=1e-5)
+
+
+# ---------------------------------------------------------------- normalisers
+class _Gradients(GTOTrainer):
+    """Keeps the gradient of the first optimizer step."""
+
+    def _clip_grad_norm(self, model):
+        self.grads = {n: p.grad.clone() for n, p in self.model.named_parameters()}
+        return super()._clip_grad_norm(model)
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.5])
+def test_accumulation_gives_the_gradient_of_the_whole_batch(llama, draft, tmp_path, weight):
+    rows = written_rows(llama, 4, 26)
+    for i, row in enumerate(rows):  # unequal lengths
+        rows[i] = {k: v[: 26 - 5 * i] for k, v in row.items()}
+    moved = copy.deepcopy(draft)
+    grads = []
+    for size, steps in ((4, 1), (1, 4), (2, 2)):
+        trainer = make(
+            copy.deepcopy(moved), llama, rows, tmp_path, cls=_Fixed, per_device_train_batch_size=size,
+            gradient_accumulation_steps=steps, max_steps=1, gto_weight=weight, num_groups=50,
+        )  # fmt: skip
+        if weight:  # away from the reference, or the GTO gradient would be zero
+            torch.manual_seed(7)
+            for p in trainer.model.parameters():
+                p.data.add_(torch.randn_like(p) * 0.05)
+        trainer.train()
+        assert "grads" in trainer.__dict__
+        grads.append(trainer.grads)
+    for other in grads[1:]:
+        for name, grad in grads[0].items():
+            torch.testing.assert_close(grad, other[name], atol=1e-5, rtol=1e-3, msg=name)
+
+
+class _Fixed(_Gradients):
+    """All groups of a row at fixed places, so that batch layout is the only difference."""
+
+    def _sample_groups(self, roots):
+        from gto_hf.gto import sample_groups
+
+        self._generator = torch.Generator().manual_seed(0)
+        parts = [sample_groups(row[None], 50, self.args.group_size, torch.Generator().manual_seed(0)) for row in roots]
+        width = max(p.shape[1] for p, _ in parts)
+        groups = torch.ones(len(roots), width, self.args.group_size, dtype=torch.long)
+        valid = torch.zeros(len(roots), width, dtype=torch.bool)
+        for i, (g, v) in enumerate(parts):
+            groups[i, : g.shape[1]], valid[i, : g.shape[1]] = g[0], v[0]
+        return groups, valid
+
+
+# ---------------------------------------------------------------- save, resume, evaluate
+def test_resume_continues_bit_for_bit(llama, draft, rows, tmp_path):
+    whole, part = copy.deepcopy(draft), copy.deepcopy(draft)
+    kwargs = {"per_device_train_batch_size": 2, "save_strategy": "steps", "save_steps": 2}
+    make(whole, llama, rows, tmp_path / "a", max_steps=4, **kwargs).train()
+    trainer = make(part, llama, rows, tmp_path / "a", max_steps=4, **kwargs)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+    for key, value in whole.state_dict().items():
+        assert torch.equal(value, part.state_dict()[key]), key
+
+
+def test_every_checkpoint_is_a_loadable_draft_without_the_target(llama, draft, rows, tmp_path):
+    trainer = make(
+        draft, llama, rows, tmp_path, max_steps=2, save_strategy="steps", save_steps=1, per_device_train_batch_size=2,
+        hub_token="hf_secret",
+    )  # fmt: skip
+    trainer.train()
+    for folder in ("checkpoint-1", "checkpoint-2"):
+        again = AutoDraft.from_pretrained(tmp_path / folder, target=llama)
+        assert again.tree == draft.tree  # the training tree does not replace the decoding tree
+        assert not any("model." in key for key in load_file(tmp_path / folder / "model.safetensors"))
+        assert b"hf_secret" not in (tmp_path / folder / "training_args.bin").read_bytes()
+    assert torch.equal(again.lm_head.weight, draft.lm_head.weight)
+    card = (tmp_path / "README.md").read_text()
+    assert "eagle3" in card and "2509.22134" in card and "not been measured" in card
+
+
+def test_evaluation_logs_under_each_datasets_name(llama, draft, rows, tmp_path):
+    eval_rows = {"one": Dataset.from_list(rows[:3]), "two": Dataset.from_list(rows[3:])}
+    trainer = make(draft, llama, rows, tmp_path, eval_rows=eval_rows, max_steps=1)
+    trainer.train()
+    metrics = trainer.evaluate()
+    assert {"eval_one_loss", "eval_two_loss", "eval_one_tau_simulated", "eval_two_reward/draft"} <= set(metrics)
+    assert metrics["eval_one_token_loss"] != metrics["eval_two_token_loss"]
+    again = trainer.evaluate()
+    assert again["eval_one_token_loss"] == metrics["eval_one_token_loss"]
+
+
+def test_a_loaded_drafts_vocabulary_is_never_rebuilt(llama, draft, rows, tmp_path):
+    draft.save_pretrained(tmp_path / "draft")
+    before = state(draft)
+    trainer = make(str(tmp_path / "draft"), llama, rows, tmp_path, max_steps=1, learning_rate=0.0)
+    trainer.train()
+    for key, value in trainer.model.state_dict().items():
+        assert torch.equal(value, before[key])
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        [{"messages": [{"role": "user", "content": "ABCDEF"}, {"role": "assistant", "content": "GHIJKLMNOPQRSTU"}]}],
+        [{"prompt": "ABCDEF", "completion": "GHIJKLMNOPQRSTU"}],
+        [{"text": "ABCDEFGHIJKLMNOPQRSTU"}],
+    ],
+)
+def test_the_dataset_formats_of_trl_work(llama, draft, tmp_path, dataset):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    args = GTOConfig(str(tmp_path), max_steps=1, **OFF, **SMALL)
+    trainer = GTOTrainer(draft, llama, args, train_dataset=Dataset.from_list(dataset * 4), processing_class=tokenizer)
+    trainer.train()
+    trained = logs_with(trainer, "trained_tokens")[0] / 4
+    assert trained == (16 if "prompt" in dataset[0] else {"messages": 19, "text": 20}[next(iter(dataset[0]))])
+
+
+# ---------------------------------------------------------------- LoRA
+def test_lora_moves_the_adapter_only_and_starts_at_the_reference(llama, draft, rows, tmp_path):
+    draft.save_pretrained(tmp_path / "base")
+    draft = AutoDraft.from_pretrained(tmp_path / "base")
+    before = state(draft)
+    trainer = make(
+        draft, llama, rows, tmp_path / "out", peft_config=LoraConfig(r=4, lora_dropout=0.1), max_steps=3,
+        learning_rate=1e-2, per_device_train_batch_size=2,
+    )  # fmt: skip
+    trainer.train()
+    assert isinstance(trainer.model, PeftModel)
+    first = trainer.state.log_history[0]
+    assert first["gto/ratio"] == 1.0 and first["gto/advantage_abs"] == 0.0
+    after = {k.replace(".base_layer", ""): v for k, v in draft.state_dict().items() if "lora_" not in k}
+    assert all(torch.equal(after[k], v) for k, v in before.items())
+    assert any(v.abs().sum() > 0 for k, v in draft.state_dict().items() if "lora_B" in k)
+    # saved, reloaded on the base, merged: the same text speed as the trained one
+    trainer.save_model()
+    assert "library_name: peft" in _card(trainer)
+    loaded = PeftModel.from_pretrained(AutoDraft.from_pretrained(tmp_path / "base"), tmp_path / "out")
+    prompt = torch.randint(3, 64, (1, 6))
+    kwargs = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 20, "return_dict_in_generate": True}
+    mine = llama.generate(prompt, assistant_model=trainer.model, **kwargs)
+    theirs = llama.generate(prompt, assistant_model=loaded, **kwargs)
+    assert torch.equal(mine.sequences, theirs.sequences) and mine.statistics == theirs.statistics
+    merged = loaded.merge_and_unload()
+    assert torch.equal(llama.generate(prompt, assistant_model=merged, **kwargs).sequences, mine.sequences)
+
+
+def _card(trainer):
+    trainer.create_model_card()
+    with open(f"{trainer.args.output_dir}/README.md") as file:
+        return file.read()
+
+
+def test_an_adapter_that_is_trained_already_is_part_of_the_reference(llama, draft, rows, tmp_path):
+    wrapped = get_peft_model(draft, LoraConfig(r=2, target_modules=["fc", "q_proj"], init_lora_weights=False))
+    trainer = make(wrapped, llama, rows, tmp_path, max_steps=2, per_device_train_batch_size=4)
+    trainer.train()
+    assert trainer.state.log_history[0]["gto/ratio"] == 1.0
+    assert trainer.state.log_history[0]["gto/advantage_abs"] == 0.0
+
+
+@pytest.mark.parametrize(
+    "config, words",
+    [
+        (LoraConfig(r=2, bias="all"), "bias"),
+        (PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"), "prompt"),
+    ],
+)
+def test_adapters_that_would_move_the_reference_are_refused(llama, draft, rows, tmp_path, config, words):
+    with pytest.raises(ValueError, match=words):
+        make(draft, llama, rows, tmp_path, peft_config=config)
+
+
+# ---------------------------------------------------------------- bad input
+@pytest.mark.parametrize(
+    "kwargs, words",
+    [
+        ({"packing": True}, "packing"),
+        ({"padding_free": True}, "padding_free|packing"),
+        ({"loss_type": "dft"}, "loss_type"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
+        ({"num_groups": 0}, "num_groups=0"),
+        ({"group_size": -1}, "group_size=-1"),
+        ({"gto_epsilon": 1.5}, "gto_epsilon=1.5"),
+        ({"gto_weight": -0.1}, "gto_weight=-0.1"),
+        ({"gto_aggregation": "median"}, "median"),
+        ({"gto_path": "beam"}, "beam"),
+        ({"ttt_steps": 0}, "ttt_steps=0"),
+        ({"target_temperature": 0.0}, "target_temperature"),
+    ],
+)
+def test_bad_options_are_refused_by_name(tmp_path, kwargs, words):
+    with pytest.raises(ValueError, match=words):
+        GTOConfig(str(tmp_path), **OFF, **kwargs)
+
+
+def test_a_tree_larger_than_its_expansion_is_refused(llama, draft, rows, tmp_path):
+    with pytest.raises(ValueError, match="total_tokens=13"):
+        make(draft, llama, rows, tmp_path, tree_depth=2, tree_top_k=3, tree_total_tokens=13)
+    with pytest.raises(ValueError, match="tree_top_k=49"):
+        make(draft, llama, rows, tmp_path, tree_top_k=49)
+
+
+def test_models_in_the_wrong_place_are_refused(llama, draft, rows, tmp_path):
+    with pytest.raises(TypeError, match="target_model"):
+        make(llama, draft, rows, tmp_path)
+    with pytest.raises(ValueError, match="target_model"):
+        make(draft, None, rows, tmp_path)
+    with pytest.raises(ValueError, match="vocab_size=32"):
+        make(draft, tiny_target(vocab=32), rows, tmp_path)
+
+
+def test_rows_without_a_trainable_token_are_refused_or_counted(llama, draft, rows, tmp_path):
+    masked = {"input_ids": [5, 6, 7, 8], "labels": [-100] * 4}
+    with pytest.raises(ValueError, match="All 3 rows"):
+        make(draft, llama, [masked] * 3, tmp_path)
+    with pytest.raises(ValueError, match="max_length=4"):
+        make(draft, llama, rows, tmp_path, max_length=4)  # prompts fill it
+    with pytest.warns(UserWarning, match="1 of 9 rows"):
+        make(draft, llama, [*rows, masked], tmp_path)
+
+
+def test_rows_shorter_than_a_group_train_the_token_loss_and_are_counted(llama, draft, rows, tmp_path):
+    short = [{k: v[:7] for k, v in row.items()} for row in rows[:2]]
+    trainer = make(
+        draft, llama, short, tmp_path, max_steps=1, per_device_train_batch_size=2, group_size=8, gto_weight=0.5
+    )
+    trainer.train()
+    entry = trainer.state.log_history[0]
+    assert entry["skipped_sequences"] == 2 and entry["trained_tokens"] == 6 and "gto/ratio" not in entry
+    mixed = make(draft, llama, [short[0], rows[1]], tmp_path, max_steps=1, per_device_train_batch_size=2, group_size=8)
+    mixed.train()
+    assert mixed.state.log_history[0]["skipped_sequences"] == 1 and "gto/ratio" in mixed.state.log_history[0]
+
+
+def test_a_batch_that_trains_nothing_gives_a_finite_zero(llama, draft, tmp_path):
+    # a label on position 1 survives TRL's filter but has no root with a feature
+    row = {"input_ids": [5, 6, 7, 8], "labels": [-100, 6, -100, -100]}
+    before = state(draft)
+    trainer = make(draft, llama, [row, row], tmp_path, max_steps=1, per_device_train_batch_size=2)
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] == 0.0
+    assert all(torch.equal(v, before[k]) for k, v in draft.state_dict().items())
+
+
+def test_nan_stops_training_and_leaves_the_draft_alone(llama, draft, rows, tmp_path):
+    trainer = make(draft, llama, rows, tmp_path, max_steps=2, gto_weight=0.0)
+    with torch.no_grad():
+        llama.model.layers[0].mlp.up_proj.weight[0, 0] = float("nan")
+    before = state(draft)
+    with pytest.raises(FloatingPointError, match="learning_rate"):
+        trainer.train()
+    assert all(torch.equal(v, before[k]) for k, v in draft.state_dict().items())
+
+
+def test_the_config_survives_json_and_pickle_without_the_token(tmp_path):
+    args = GTOConfig(str(tmp_path), hub_token="hf_secret", target_model_init_kwargs='{"dtype": "bfloat16"}', **OFF)
+    assert args.target_model_init_kwargs == {"dtype": "bfloat16"}
+    assert pickle.loads(pickle.dumps(args)).hub_token is None
+    assert json.loads(args.to_json_string())["gto_weight"] == 0.5
+    assert args.tree(TreeConfig(4, 5, 20)) == TreeConfig(4, 5, 20)
+
+
+def test_other_architectures_train(tmp_path):
+    for arch in ("qwen3", "gpt2"):
+        target = tiny_target(arch)
+        trainer = make(tiny_draft(target), target, written_rows(target, 4, 20), tmp_path, max_steps=2)
+        trainer.train()
+        assert trainer.state.log_history[0]["gto/ratio"] == 1.0
