@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gto_hf.drafts import DRAFTS, DraftCheckpointError, DraftConfig, DraftModel, check_loaded
+from gto_hf.drafts import DRAFTS, DraftCheckpointError, DraftConfig, DraftModel, check_loaded, check_values
 from gto_hf.target import fingerprint
 from gto_hf.tree import TreeConfig
 
@@ -119,5 +119,6 @@ class AutoDraft:
         if wrong:
             raise DraftCheckpointError(f"`{source}` has tensors of the wrong shape: {', '.join(wrong[:5])}.")
         draft.load_state_dict(state, strict=True)
+        check_values(source, draft)
         draft.config.name_or_path = source
         return draft.eval()

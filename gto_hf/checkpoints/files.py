@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers.utils import cached_file
 
@@ -18,23 +21,54 @@ _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
 
 def read_config(source: str, **hub: Any) -> dict[str, Any]:
-    """`config.json` of a folder or Hub repository."""
-    path = cached_file(source, "config.json", _raise_exceptions_for_missing_entries=False, **hub)
+    """
+    `config.json` of a folder or Hub repository.
+
+    Raises:
+        DraftCheckpointError: If there is no such folder, no config in it, or it is not JSON.
+    """
+    if not os.path.isdir(source) and (
+        os.path.exists(source) or source.startswith((".", "/", "~")) or source.count("/") > 1
+    ):
+        raise DraftCheckpointError(f"`{source}` is neither a folder nor a Hub id (`name` or `owner/name`).")
+    path = _fetch(source, "config.json", hub)
     if path is None:
-        raise DraftCheckpointError(f"`{source}` has no `config.json`, so it is not a draft (or not a model at all).")
-    return json.loads(Path(path).read_text(encoding="utf-8"))
+        adapter = _fetch(source, "adapter_config.json", hub)
+        hint = (
+            " It holds a LoRA adapter: load its base draft first, then `PeftModel.from_pretrained(draft, ...)`."
+            if adapter
+            else ""
+        )
+        raise DraftCheckpointError(f"`{source}` has no `config.json`, so it is not a draft.{hint}")
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DraftCheckpointError(f"`config.json` of `{source}` is not JSON: {error}") from error
 
 
 def read_tensors(source: str, **hub: Any) -> dict[str, torch.Tensor]:
-    """All tensors of a folder or Hub repository, safetensors first; pickles are read with `weights_only=True`."""
+    """
+    All tensors of a folder or Hub repository, safetensors first; pickles are read with `weights_only=True`.
+
+    Raises:
+        DraftCheckpointError: If there are none, or the file cannot be read as plain tensors.
+    """
     for name in _WEIGHTS:
-        path = cached_file(source, name, _raise_exceptions_for_missing_entries=False, **hub)
+        path = _fetch(source, name, hub)
         if path is None:
             continue
-        if name.endswith(".safetensors"):
-            return load_file(path)
-        tensors = torch.load(path, map_location="cpu", weights_only=True)
+        try:
+            if name.endswith(".safetensors"):
+                return load_file(path)
+            tensors = torch.load(path, map_location="cpu", weights_only=True)
+        except (SafetensorError, UnpicklingError, RuntimeError, EOFError) as error:
+            raise DraftCheckpointError(f"`{name}` of `{source}` cannot be read as plain tensors: {error}") from error
         if not isinstance(tensors, dict) or not all(isinstance(t, torch.Tensor) for t in tensors.values()):
             raise DraftCheckpointError(f"`{name}` of `{source}` is not a plain dictionary of tensors.")
         return tensors
     raise DraftCheckpointError(f"`{source}` holds none of {', '.join(_WEIGHTS)}.")
+
+
+def _fetch(source: str, name: str, hub: dict[str, Any]) -> str | None:
+    """Local path of a file, downloaded if need be; None if the repository does not have it."""
+    return cached_file(source, name, _raise_exceptions_for_missing_entries=False, **hub)

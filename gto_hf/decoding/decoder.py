@@ -16,12 +16,12 @@ class TreeDecoder:
     """
     A draft as `custom_generate` callable, for those who want no hook in transformers.
 
-    `generate` drops `streamer`, `tokenizer` and `assistant_model` for custom callables: give the streamer here (it does
-    not get the prompt), and stop strings as `stopping_criteria=[StopStringCriteria(tokenizer, [...])]`.
+    `generate` drops `streamer`, `tokenizer` and `assistant_model` for custom callables: give the streamer here (it gets
+    prompt, tokens and end as from `generate`), and stop strings as `stopping_criteria=[StopStringCriteria(tokenizer, [...])]`.
 
     Args:
         draft ([`DraftModel`]): The draft, possibly inside a PEFT model.
-        streamer (`BaseStreamer`, *optional*): Gets the new tokens; ended by us.
+        streamer (`BaseStreamer`, *optional*): As in `generate`.
 
     Example:
 
@@ -45,6 +45,8 @@ class TreeDecoder:
         **model_kwargs: Any,
     ) -> TreeDecodeOutput | torch.LongTensor:
         """Called by `generate`."""
+        if self.streamer is not None:
+            self.streamer.put(input_ids.cpu())
         return tree_decode(
             model,
             input_ids,

@@ -15,7 +15,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from gto_hf.drafts import DraftModel, DraftPrefix, NodeSteps
-from gto_hf.target import backend_mask
+from gto_hf.target import backend_mask, position_limit
 from gto_hf.tree import DraftTree, TreeConfig, grow_trees
 
 from .cache import keep_path
@@ -64,7 +64,7 @@ def tree_decode(
         ValueError: See [`check_mode`] and [`check_inputs`]; before any forward.
     """
     check_mode(target, draft, generation_config)
-    check_inputs(input_ids, generation_config, model_kwargs)
+    check_inputs(target, input_ids, generation_config, model_kwargs)
     draft.attach(target)
     model_kwargs.pop("synced_gpus", None)
     emitter = Emitter(input_ids, logits_processor, stopping_criteria, generation_config)
@@ -79,10 +79,10 @@ def tree_decode(
     if not emitter.finished:
         count = features.shape[1]
         drafter.read(features, emitter.input_ids[:, -count:], positions, verifier.valid_columns(count))
+    limit = position_limit(target)
     with target._optimize_model_for_decode():
         while not emitter.finished:
-            room = generation_config.max_length - emitter.input_ids.shape[1]
-            tree = drafter.grow(emitter.input_ids[:, -1], room - 1)
+            tree = drafter.grow(emitter.input_ids[:, -1], _room(emitter, generation_config.max_length, limit))
             logits, features, positions = verifier.verify(tree)
             path, accepted = walk(tree, logits, emitter)
             verifier.commit(path, tree)
@@ -102,6 +102,13 @@ def tree_decode(
         cache=verifier.cache,
         statistics=statistics,
     )
+
+
+def _room(emitter: Emitter, max_length: int, position_limit: int | None) -> int:
+    """Levels that a tree below the newest token may have: the bonus token and the target's positions must fit."""
+    length = emitter.input_ids.shape[1]
+    room = max_length - length - 1
+    return room if position_limit is None else min(room, position_limit - length)
 
 
 def _stream(streamer: Any, emitter: Emitter, count: int) -> None:
@@ -192,7 +199,9 @@ class _Verifier:
         self._outputs = None
 
     def _update(self, outputs: Any, count: int) -> None:
-        self._kwargs = self.target._update_model_kwargs_for_generation(outputs, self._kwargs, num_new_tokens=count)
+        self._kwargs = self.target._update_model_kwargs_for_generation(
+            outputs, self._kwargs, is_encoder_decoder=False, num_new_tokens=count
+        )
         self.cache = self._kwargs["cache"]
 
     def _features(self, outputs: Any) -> torch.Tensor:

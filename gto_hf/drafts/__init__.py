@@ -3,8 +3,8 @@
 
 from transformers import AutoConfig, AutoModel
 
-from .base import DraftCheckpointError, DraftModel, DraftOutput, check_loaded, reference_copy
-from .config import DraftConfig
+from .base import DraftCheckpointError, DraftModel, DraftOutput, check_loaded, check_values, reference_copy
+from .config import DraftConfig, check_tree
 from .eagle3 import Eagle3Draft
 from .prefix import DraftPrefix, NodeSteps
 from .vocab import check_vocab_buffers, choose_draft_vocab, count_tokens, vocab_buffers
@@ -26,6 +26,8 @@ __all__ = [
     "Eagle3Draft",
     "NodeSteps",
     "check_loaded",
+    "check_tree",
+    "check_values",
     "check_vocab_buffers",
     "choose_draft_vocab",
     "count_tokens",

@@ -30,7 +30,7 @@ from gto_hf.target import embed_raw, fingerprint, unwrap
 from gto_hf.tree import TreeConfig
 
 from .attention import KeyValues
-from .config import DraftConfig
+from .config import DraftConfig, check_tree
 from .vocab import check_vocab_buffers, vocab_buffers
 
 
@@ -141,10 +141,7 @@ class DraftModel(PreTrainedModel):
     def tree(self, value: TreeConfig) -> None:
         if not isinstance(value, TreeConfig):
             raise TypeError(f"`draft.tree` takes a TreeConfig, got {type(value).__name__}.")
-        if value.top_k > self.config.draft_vocab_size:
-            raise ValueError(
-                f"`top_k={value.top_k}` is more than the draft's vocabulary of {self.config.draft_vocab_size}."
-            )
+        check_tree(value, self.config.draft_vocab_size)
         self.config.tree = value.to_dict()
 
     # ------------------------------------------------------------------ vocabulary
@@ -198,6 +195,12 @@ class DraftModel(PreTrainedModel):
             raise ValueError(
                 f"This draft was made for a target vocabulary of {config.vocab_size}, but {name} has "
                 f"`vocab_size={found['vocab_size']}`. A draft serves only the target it was trained for."
+            )
+        embedding = unwrap(target).get_input_embeddings().weight
+        if not config.own_embeddings and embedding.shape[-1] != config.hidden_size:
+            raise ValueError(
+                f"This draft of width {config.hidden_size} borrows its target's token embedding, but that of {name} has "
+                f"width {embedding.shape[-1]}. Make the draft with `own_embeddings=True`."
             )
         layers = found["num_hidden_layers"]
         if not config.feature_layers or config.feature_layers[-1] > layers:
@@ -269,6 +272,7 @@ class DraftModel(PreTrainedModel):
         loading_info = kwargs.pop("output_loading_info", False)
         model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         check_loaded(str(pretrained_model_name_or_path), info["missing_keys"], info["unexpected_keys"])
+        check_values(str(pretrained_model_name_or_path), model)
         return (model, info) if loading_info else model
 
 
@@ -285,6 +289,19 @@ def check_loaded(source: str, missing: Any, unexpected: Any) -> None:
         f"`{source}` is not a complete draft: {'; '.join(parts)}. Save or convert it again; a partly loaded draft writes "
         "the right text at no speed."
     )
+
+
+def check_values(source: str, draft: DraftModel) -> None:
+    """Raise [`DraftCheckpointError`] if the vocabulary map is broken or a weight is not finite."""
+    try:
+        check_vocab_buffers(draft.d2t, draft.t2d, draft.config.vocab_size)
+    except ValueError as error:
+        raise DraftCheckpointError(f"The vocabulary map of `{source}` is broken. {error}") from error
+    broken = [name for name, p in draft.named_parameters() if not p.is_meta and not bool(torch.isfinite(p).all())]
+    if broken:
+        raise DraftCheckpointError(
+            f"{len(broken)} tensors of `{source}` hold NaN or infinity: {', '.join(f'`{n}`' for n in broken[:5])}."
+        )
 
 
 def reference_copy(draft: nn.Module) -> nn.Module:

@@ -73,6 +73,7 @@ class DraftConfig(LlamaConfig):
         """Unlike Llama, `head_dim` is explicit, so heads need not divide the width."""
 
     def _check(self) -> None:
+        check_tree(TreeConfig(**self.tree), self.draft_vocab_size)
         if self.format_version > FORMAT_VERSION:
             raise ValueError(
                 f"This draft was saved with `format_version={self.format_version}`; this gto-hf reads up to "
@@ -96,3 +97,11 @@ class DraftConfig(LlamaConfig):
             )
         if self.head_dim % 2:
             raise ValueError(f"`head_dim={self.head_dim}` must be even for rotary embeddings.")
+
+
+def check_tree(tree: TreeConfig, draft_vocab_size: int) -> None:
+    """Raise `ValueError` if a node of the tree would need more children than the draft has tokens."""
+    if tree.top_k > draft_vocab_size:
+        raise ValueError(
+            f"`top_k={tree.top_k}` is more than the draft's vocabulary of {draft_vocab_size}. Choose a smaller tree."
+        )

@@ -135,7 +135,6 @@ class Eagle3Draft(DraftModel):
             keep = _structural_ids(target, tokenizer)
             draft.set_vocab(choose_draft_vocab(token_counts.cpu(), config.draft_vocab_size, keep))
         draft._copy_from(target)
-        draft.tree = draft.tree  # checks top_k against the vocabulary
         return draft.attach(target)
 
     @staticmethod
@@ -155,7 +154,7 @@ class Eagle3Draft(DraftModel):
             "draft_vocab_size": draft_vocab_size,
             "hidden_size": width,
             "target_hidden_size": source.hidden_size,
-            "own_embeddings": width != source.hidden_size,
+            "own_embeddings": width != unwrap(target).get_input_embeddings().weight.shape[-1],
             "intermediate_size": getattr(source, "intermediate_size", None) or 4 * width,
             "num_attention_heads": heads,
             "num_key_value_heads": getattr(source, "num_key_value_heads", None) or heads,

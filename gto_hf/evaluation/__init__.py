@@ -2,7 +2,7 @@
 """Acceptance length and speed-up on question sets (level 5)."""
 
 from .prompts import OWN_SETS, Question, load_questions, prompts_hash, spread
-from .runs import PLAIN, PromptRun, SystemRun, answer, compare
+from .runs import PLAIN, PromptRun, SystemRun, agreement, answer, compare
 from .table import results_table
 
 
@@ -12,6 +12,7 @@ __all__ = [
     "PromptRun",
     "Question",
     "SystemRun",
+    "agreement",
     "answer",
     "compare",
     "load_questions",

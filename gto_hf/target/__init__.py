@@ -1,7 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """An unchanged target as seen by drafts, decoding and training (level 1)."""
 
-from .describe import default_feature_layers, embed_raw, final_norm_scale, fingerprint, text_config, unwrap
+from .describe import (
+    default_feature_layers,
+    embed_raw,
+    final_norm_scale,
+    fingerprint,
+    position_limit,
+    rope_types,
+    text_config,
+    unwrap,
+)
 from .masks import backend_mask, check_tree_support
 
 
@@ -12,6 +21,8 @@ __all__ = [
     "embed_raw",
     "final_norm_scale",
     "fingerprint",
+    "position_limit",
+    "rope_types",
     "text_config",
     "unwrap",
 ]

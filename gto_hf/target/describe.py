@@ -8,6 +8,7 @@ multimodal wrappers and PEFT models are read like plain ones.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ def fingerprint(target: nn.Module) -> dict[str, Any]:
     method = getattr(quantization, "quant_method", None)
     name = model.config._name_or_path
     return {
-        "name_or_path": None if not name or name.startswith((".", "/", "~")) or "\\" in name else name,
+        "name_or_path": None if not name or _is_local(name) else name,
         "revision": getattr(model.config, "_commit_hash", None),
         "model_type": config.model_type,
         "hidden_size": config.hidden_size,
@@ -47,6 +48,39 @@ def fingerprint(target: nn.Module) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         "quantization": None if method is None else str(getattr(method, "value", method)),
     }
+
+
+def _is_local(name: str) -> bool:
+    """Whether a name is a folder of this machine rather than a Hub id."""
+    return name.startswith((".", "/", "~")) or "\\" in name or os.path.isdir(name)
+
+
+def position_limit(target: nn.Module) -> int | None:
+    """
+    First position at which a forward over drafted nodes would no longer equal one-token forwards; None if there is none.
+
+    Either the end of a learned or tabled position embedding, or the length at which a rotary embedding changes its
+    frequencies for the whole forward (`dynamic`, `longrope`).
+    """
+    config = text_config(target)
+    rope = getattr(config, "rope_parameters", None)
+    if not rope:
+        return getattr(config, "max_position_embeddings", None)
+    kinds = rope_types(target)
+    if "longrope" in kinds:
+        return getattr(config, "original_max_position_embeddings", None) or rope.get(
+            "original_max_position_embeddings"
+        )
+    if any("dynamic" in kind for kind in kinds):
+        return config.max_position_embeddings
+    return None
+
+
+def rope_types(target: nn.Module) -> set[str]:
+    """Kinds of rotary embedding of a target: one, or one per layer type."""
+    rope = getattr(text_config(target), "rope_parameters", None) or {}
+    flat = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    return {str(each["rope_type"]) for each in flat if "rope_type" in each}
 
 
 def default_feature_layers(num_hidden_layers: int) -> list[int]:

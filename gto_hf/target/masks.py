@@ -69,6 +69,11 @@ def check_tree_support(target: nn.Module) -> None:
             f"{name} has layers that do not attend to the whole sequence ({found}); draft trees support full attention "
             "only. Call `generate` without `assistant_model`."
         )
+    if getattr(config, "cross_attention_layers", None):
+        raise ValueError(
+            f"{name} has cross-attention layers, which draft trees do not support. Call `generate` without "
+            "`assistant_model`."
+        )
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise ValueError(
             f"{name} takes no `position_ids`, so sibling nodes cannot share a position. Call `generate` without "
@@ -76,8 +81,8 @@ def check_tree_support(target: nn.Module) -> None:
         )
     if not getattr(model, "_supports_attention_backend", False):
         raise ValueError(
-            f"{name} builds its attention masks itself and ignores a tree mask. Call `generate` without "
-            "`assistant_model`."
+            f"{name} is not known to honour a tree mask (`_supports_attention_backend` is false). Call `generate` "
+            "without `assistant_model`."
         )
     if config._attn_implementation not in ("sdpa", "eager"):
         backend_mask(target, torch.ones(1, 1, 1, dtype=torch.bool), torch.float32)

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeping a draft's `forward` its own while trainers wrap it. Level 6."""
+"""Small things around the draft's forward inside a trainer. Level 6."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 
 
@@ -22,3 +23,14 @@ def bare_forward(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         module.__dict__.pop("forward", None)
+
+
+def at_least_two_columns(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A batch of one-token rows, padded on the right: a root needs a position before it to point at."""
+    if inputs["input_ids"].shape[1] > 1:
+        return inputs
+    fill = {"input_ids": 0, "attention_mask": 0, "labels": -100}
+    return {
+        name: nn.functional.pad(value, (0, 1), value=fill[name]) if name in fill else value
+        for name, value in inputs.items()
+    }

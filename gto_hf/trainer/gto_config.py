@@ -148,6 +148,7 @@ class GTOConfig(SFTConfig):
             "activation_offloading": "it is not supported for drafts",
             "label_smoothing_factor": "labels are the target's own distributions",
             "use_liger_kernel": "a draft is not a Liger model",
+            "neftune_noise_alpha": "a draft's embedding is its target's",
         }
         for name, reason in refused.items():
             if getattr(self, name):

@@ -23,7 +23,6 @@ from gto_hf.drafts import DraftModel
 from gto_hf.gto import (
     GroupPlan,
     TargetReading,
-    TokenLoss,
     count_groups,
     draft_forward,
     gto_loss,
@@ -40,9 +39,10 @@ from gto_hf.gto import (
 from gto_hf.hub import draft_card
 from gto_hf.lora import Reference, draft_peft_config, is_peft
 
-from .forward import bare_forward
+from .forward import at_least_two_columns, bare_forward
 from .gto_config import GTOConfig
-from .load import check_rows, eos_ids, length, load_draft, load_target, load_tokenizer
+from .load import check_rows, check_target_for_training, eos_ids, length, load_draft, load_target, load_tokenizer
+from .logs import log_groups, log_tokens, logged_names
 from .sums import Sums
 
 
@@ -151,6 +151,7 @@ class GTOTrainer(SFTTrainer):
                 f"`tree_top_k={self.tree.top_k}` is more than the draft's vocabulary of {draft.config.draft_vocab_size}."
             )
         self.ttt_steps = args.ttt_steps or self.tree.depth
+        check_target_for_training(self.target_model, self.tree, args)
 
         # Reference
         if args.disable_dropout:
@@ -188,7 +189,7 @@ class GTOTrainer(SFTTrainer):
         draft.__dict__.pop("forward", None)
         if own_forward is not None:
             draft.__dict__["forward"] = own_forward
-        check_rows(rows, length(self.train_dataset), args.max_length)
+        check_rows(rows, self.train_dataset, args.max_length, draft.config.vocab_size)
 
         # Frozen models
         self._place_frozen()
@@ -197,7 +198,8 @@ class GTOTrainer(SFTTrainer):
 
         # Metrics
         self._forward_redirection = _ForwardRedirection()
-        self._sums = {"train": Sums(), "eval": Sums()}
+        means, totals = logged_names(self.ttt_steps, with_groups=self.reference is not None)
+        self._sums = {mode: Sums(means, totals) for mode in ("train", "eval")}
         self._batch_counts: tuple[torch.Tensor, torch.Tensor] | None = None
         self._micro_step = 0
         self._eval_prefix = "eval"
@@ -216,6 +218,11 @@ class GTOTrainer(SFTTrainer):
     def _targets(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """`(B, T)` bool: tokens the draft is asked to predict."""
         labels, ids = inputs["labels"], inputs["input_ids"]
+        if labels.shape != ids.shape:
+            raise ValueError(
+                f"`labels` have shape {tuple(labels.shape)}, `input_ids` {tuple(ids.shape)}: every row needs one label per "
+                "token, -100 where it is not trained."
+            )
         return supervised_targets(labels, ids, self._eos_ids.to(ids.device))
 
     def _counts(self, inputs: dict[str, torch.Tensor]) -> tuple[int, int]:
@@ -245,6 +252,7 @@ class GTOTrainer(SFTTrainer):
         """
         mode = "train" if self.model.training else "eval"
         sums = self._sums[mode]
+        inputs = at_least_two_columns(inputs)
         unwrapped = self.accelerator.unwrap_model(model)
         draft = as_draft(unwrapped)
         targets = self._targets(inputs)
@@ -272,8 +280,10 @@ class GTOTrainer(SFTTrainer):
                 path_log_probs, plan.reference_log_probs, lengths, plan.advantages, self.args.gto_epsilon
             )
             loss = loss + self.args.gto_weight * grouped.loss / group_count
-            self._log_groups(sums, plan, grouped)
-        self._log_tokens(sums, tokens, inputs, skipped=None if groups is None else (~valid.any(1)).sum())
+            log_groups(sums, plan, grouped)
+        log_tokens(sums, tokens, skipped=None if groups is None else (~valid.any(1)).sum())
+        if mode == "train":
+            self._total_train_tokens += int(self.accelerator.reduce(inputs["attention_mask"].sum(), reduction="sum"))
         if not torch.isfinite(loss):
             raise FloatingPointError(
                 f"The loss is {loss.item()} at step {self.state.global_step}: token loss {tokens.loss.item()} over "
@@ -351,28 +361,6 @@ class GTOTrainer(SFTTrainer):
             )
 
     # ------------------------------------------------------------------ logging
-    def _log_tokens(self, sums: Sums, tokens: TokenLoss, inputs: dict[str, Any], skipped: torch.Tensor | None) -> None:
-        sums.mean("token_loss", tokens.loss, tokens.counted[0])
-        for k, (correct, counted) in enumerate(zip(tokens.correct, tokens.counted, strict=True)):
-            sums.mean(f"accuracy/step_{k}", correct, counted)
-        sums.total("trained_tokens", tokens.counted[0])
-        if skipped is not None:
-            sums.total("skipped_sequences", skipped)
-        if self.model.training:
-            self._total_train_tokens += int(self.accelerator.reduce(inputs["attention_mask"].sum(), reduction="sum"))
-
-    def _log_groups(self, sums: Sums, plan: GroupPlan, grouped: Any) -> None:
-        sums.values("reward/draft", plan.rewards)
-        sums.values("reward/reference", plan.reference_rewards)
-        sums.values("expected_acceptance/draft", plan.expected)
-        sums.values("expected_acceptance/reference", plan.reference_expected)
-        sums.values("accepted_length", plan.of_groups(plan.lengths))
-        sums.values("gto/advantage_abs", plan.advantages.abs())
-        sums.values("gto/ratio", grouped.ratio)
-        sums.values("gto/clip_fraction", grouped.clipped)
-        sums.mean("gto/loss", grouped.loss, len(plan.advantages))
-        sums.total("gto/target_nodes", plan.target_nodes)
-
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the collected means and totals of the interval, over all ranks."""
         mode = "train" if self.model.training else "eval"
@@ -394,7 +382,8 @@ class GTOTrainer(SFTTrainer):
     ) -> dict[str, float]:
         """As in [`~trl.SFTTrainer`]; with a dictionary of datasets every one logs under its own name."""
         self._eval_prefix = metric_key_prefix
-        self._sums["eval"] = Sums()
+        self._sums["eval"].clear()
+        self._micro_step = 0  # the same groups every time
         return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def prediction_step(

@@ -6,14 +6,18 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import numpy as np
+import pyarrow.compute as pc
 import torch
+from datasets import Dataset
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gto_hf.checkpoints import AutoDraft
 from gto_hf.decoding import as_draft
 from gto_hf.drafts import DraftModel
-from gto_hf.target import text_config, unwrap
+from gto_hf.target import check_tree_support, position_limit, text_config, unwrap
+from gto_hf.tree import TreeConfig
 
 from .gto_config import GTOConfig
 
@@ -33,6 +37,8 @@ def load_draft(model: Any, args: GTOConfig) -> nn.Module:
             f"{type(model).__name__}. Make a fresh one with `Eagle3Draft.from_target(target)`; the frozen LLM goes into "
             "`target_model`."
         )
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError("Every parameter of the draft is frozen (`requires_grad=False`), so nothing would train.")
     return model
 
 
@@ -83,27 +89,70 @@ def length(dataset: Any) -> int | None:
     return len(dataset) if hasattr(dataset, "__len__") else None
 
 
-def check_rows(before: int | None, after: int | None, max_length: int | None) -> None:
+def check_target_for_training(target: nn.Module, tree: TreeConfig, args: GTOConfig) -> None:
     """
-    Refuse a dataset that trains on nothing; say how much of it was dropped.
-
-    Args:
-        before, after (`int`, *optional*): Rows given, and rows with a trainable token; None for streams.
-        max_length (`int`, *optional*): Where rows were cut.
+    Refuse targets that trees cannot be scored on, and rows that would leave the target's positions.
 
     Raises:
-        ValueError: If no row is left.
+        ValueError: If `gto_weight > 0` and the target or `max_length` does not allow trees.
+    Warns:
+        If only the token loss is trained, for a target that cannot decode with trees.
     """
-    if before is None or after is None:
+    try:
+        check_tree_support(target)
+    except ValueError as error:
+        if args.gto_weight > 0:
+            raise ValueError(f"{error} In training, `gto_weight=0` (token loss alone) does without trees.") from error
+        warnings.warn(f"The draft can be trained, but `generate` will not take it for this target: {error}")
         return
-    if after == 0:
+    limit = position_limit(target)
+    if args.gto_weight > 0 and limit is not None and (args.max_length is None or args.max_length + tree.depth > limit):
+        raise ValueError(
+            f"The target's positions end or change at {limit}, and trees of depth {tree.depth} hang below rows of up to "
+            f"`max_length={args.max_length}`. Set `max_length` to {limit - tree.depth} or less."
+        )
+
+
+def check_rows(before: int | None, dataset: Any, max_length: int | None, vocab_size: int) -> None:
+    """
+    Refuse a dataset that trains on nothing or cannot be read; say how much of it was dropped.
+
+    Args:
+        before (`int`, *optional*): Rows that were given; None for streams, which are not checked.
+        dataset (`Dataset`): Tokenised rows, after cutting.
+        max_length (`int`, *optional*): Where rows were cut.
+        vocab_size (`int`): Of the target.
+
+    Raises:
+        ValueError: If no row has a trainable token, labels and tokens differ in length, or an id is outside the
+            vocabulary.
+    """
+    if before is None or not isinstance(dataset, Dataset):
+        return
+    trainable, largest, unequal = 0, -1, 0
+    for batch in dataset.select_columns(["input_ids", "labels"]).with_format("arrow").iter(1000):
+        ids, labels = batch["input_ids"].combine_chunks(), batch["labels"].combine_chunks()
+        unequal += pc.sum(pc.not_equal(pc.list_value_length(ids), pc.list_value_length(labels))).as_py() or 0
+        largest = max(largest, pc.max(pc.list_flatten(ids)).as_py() or 0)
+        length = pc.list_value_length(labels).to_numpy(zero_copy_only=False)
+        place = np.arange(length.sum()) - np.repeat(length.cumsum() - length, length)
+        # Tokens 0 and 1 have no target feature before their root, see `supervised_targets`.
+        counted = (pc.list_flatten(labels).to_numpy(zero_copy_only=False) != -100) & (place >= 2)
+        trainable += len(np.unique(np.repeat(np.arange(len(length)), length)[counted]))
+    if unequal:
+        raise ValueError(f"{unequal} rows have `labels` of another length than `input_ids`. Give one label per token.")
+    if largest >= vocab_size:
+        raise ValueError(
+            f"`train_dataset` holds the token id {largest}, but the target has {vocab_size} tokens. Tokenise it with the "
+            "target's tokenizer."
+        )
+    if trainable == 0:
         raise ValueError(
             f"All {before} rows of `train_dataset` are without a trainable token after cutting at "
             f"`max_length={max_length}`. Raise `max_length`, or check that labels (or the chat template's assistant mask) "
             "mark the answers."
         )
-    if after < before:
+    if trainable < before:
         warnings.warn(
-            f"{before - after} of {before} rows have no trainable token within `max_length={max_length}` and were "
-            "dropped."
+            f"{before - trainable} of {before} rows have no trainable token within `max_length={max_length}`."
         )

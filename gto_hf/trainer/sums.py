@@ -3,20 +3,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 
 class Sums:
-    """Collects `name -> (sum, count)`; a mean over a log interval is `sum / count`, a total has no count."""
+    """
+    Collects `(sum, count)` of means, and totals.
 
-    def __init__(self) -> None:
-        self._means: dict[str, torch.Tensor] = {}
-        self._totals: dict[str, torch.Tensor] = {}
+    The names are fixed at the start: every rank sends the same numbers in the same order, whatever its batches held.
+
+    Args:
+        means (`Sequence[str]`): Quantities that are logged as sum / count.
+        totals (`Sequence[str]`): Quantities that are logged as they are.
+    """
+
+    def __init__(self, means: Sequence[str], totals: Sequence[str]) -> None:
+        self._means = {name: torch.zeros(2, dtype=torch.float64) for name in means}
+        self._totals = {name: torch.zeros((), dtype=torch.float64) for name in totals}
 
     def mean(self, name: str, total: torch.Tensor | float, count: torch.Tensor | float) -> None:
         """Add to a quantity that is logged as total / count."""
-        pair = torch.stack([torch.as_tensor(total).detach().double().cpu(), torch.as_tensor(count).double().cpu()])
-        self._means[name] = self._means.get(name, 0) + pair
+        self._means[name] += torch.tensor([float(total), float(count)], dtype=torch.float64)
 
     def values(self, name: str, values: torch.Tensor) -> None:
         """Add every element of `values` to a mean."""
@@ -24,17 +34,20 @@ class Sums:
 
     def total(self, name: str, value: torch.Tensor | float) -> None:
         """Add to a quantity that is logged as it is."""
-        self._totals[name] = self._totals.get(name, 0) + torch.as_tensor(value).detach().double().cpu()
+        self._totals[name] += float(value)
 
-    def pop(self, accelerator: object) -> dict[str, float]:
-        """All logged values, summed over ranks; starts anew. Every rank must call it with the same names."""
-        names, totals = sorted(self._means), sorted(self._totals)
-        if not names and not totals:
-            return {}
-        flat = torch.stack([*(x for n in names for x in self._means[n]), *(self._totals[n] for n in totals)])
+    def clear(self) -> None:
+        """Start anew."""
+        for tensor in (*self._means.values(), *self._totals.values()):
+            tensor.zero_()
+
+    def pop(self, accelerator: Any) -> dict[str, float]:
+        """Totals and the means that have a count, summed over ranks; starts anew. Every rank must call it."""
+        flat = torch.cat([*self._means.values(), *(t[None] for t in self._totals.values())])
         flat = accelerator.reduce(flat.to(accelerator.device, torch.float32), reduction="sum").double().cpu()
-        means = flat[: 2 * len(names)].view(-1, 2)
-        logs = {name: (s / c).item() for name, (s, c) in zip(names, means, strict=True) if c > 0}
-        logs.update({name: value.item() for name, value in zip(totals, flat[2 * len(names) :], strict=True)})
-        self._means, self._totals = {}, {}
+        means = flat[: 2 * len(self._means)].view(-1, 2)
+        logs = {name: (s / c).item() for name, (s, c) in zip(self._means, means, strict=True) if c > 0}
+        if logs:  # an interval without anything counted logs nothing
+            logs |= {n: v.item() for n, v in zip(self._totals, flat[2 * len(self._means) :], strict=True)}
+        self.clear()
         return logs

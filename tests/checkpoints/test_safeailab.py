@@ -158,8 +158,23 @@ def test_an_ordinary_model_is_not_taken_for_a_draft(tmp_path):
     tiny_target().save_pretrained(tmp_path)
     with pytest.raises(DraftCheckpointError, match="no draft"):
         AutoDraft.from_pretrained(tmp_path)
-    with pytest.raises((DraftCheckpointError, OSError)):
+
+
+def test_unreadable_folders_say_why(tmp_path):
+    with pytest.raises(DraftCheckpointError, match="neither a folder"):
         AutoDraft.from_pretrained(tmp_path / "nothing-here")
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    with pytest.raises(DraftCheckpointError, match="LoRA adapter"):
+        AutoDraft.from_pretrained(tmp_path / "adapter")
+    folder = write(tmp_path / "cut", tensors(), kind="safetensors")
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
+    with pytest.raises(DraftCheckpointError, match="cannot be read"):
+        AutoDraft.from_pretrained(folder)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(DraftCheckpointError, match="not JSON"):
+        AutoDraft.from_pretrained(folder)
 
 
 def test_a_pickle_with_code_is_not_run(tmp_path):

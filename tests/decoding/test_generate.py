@@ -9,6 +9,8 @@ from transformers import (
     DynamicCache,
     GenerationConfig,
     GenerationMixin,
+    LlamaConfig,
+    LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     StoppingCriteria,
@@ -145,7 +147,7 @@ def test_a_streamer_gets_every_token_once_and_ends_once(trained):
         assert streamer.puts < out.shape[1] - 6 + 1  # tokens of a round come together
     streamer = _Collect()
     out = run(target, prompts[:1], max_new_tokens=20, custom_generate=TreeDecoder(draft, streamer=streamer))
-    assert streamer.ids == out[0, 6:].tolist() and streamer.ends == 1
+    assert streamer.ids == out[0].tolist() and streamer.ends == 1
 
 
 def test_text_iterator_streamer_gives_the_text(trained):
@@ -211,6 +213,86 @@ def test_draft_in_another_dtype_than_the_target_works(trained):
     out = run(target, prompts[:1], max_new_tokens=30, assistant_model=half, return_dict_in_generate=True)
     assert torch.equal(out.sequences, run(target, prompts[:1], max_new_tokens=30))
     assert out.statistics.mean_accepted > 1
+
+
+# ---------------------------------------------------------------- positions
+class _Oracle:
+    """Replaces a draft's trees by a chain of the tokens that stock generation will write, so that trees accept much."""
+
+    def __init__(self, monkeypatch, text):
+        from gto_hf.decoding import loop
+        from gto_hf.tree import DraftTree
+
+        def grow(drafter, root_token, room):
+            length = drafter.prefix.valid.shape[1] + 1
+            chain = text[0, length : length + min(max(room, 0), 6)]
+            tokens = torch.cat([root_token, chain])[None]
+            columns = torch.arange(tokens.shape[1])[None]
+            return DraftTree(tokens, (columns - 1).clamp(min=0), columns, -columns.float())
+
+        monkeypatch.setattr(loop._Drafter, "grow", grow)
+
+
+def test_trees_stop_at_the_end_of_a_position_table(monkeypatch):
+    target = tiny_target("gpt2")
+    target.config.n_positions = 40
+    target.transformer.wpe.weight.data = target.transformer.wpe.weight.data[:40]
+    target.transformer.wpe.num_embeddings = 40
+    draft, prompt = tiny_draft(target), torch.randint(3, 64, (1, 6))
+    kwargs = {"max_new_tokens": 200, "stopping_criteria": [_StopAtLength(38)]}
+    stock = run(target, prompt, **kwargs)
+    _Oracle(monkeypatch, torch.cat([stock, stock[:, -10:]], 1))
+    with pytest.warns(UserWarning, match="positions end or change at 40"):
+        assert torch.equal(run(target, prompt, assistant_model=draft, **kwargs), stock)
+
+
+class _StopAtLength(StoppingCriteria):
+    def __init__(self, length):
+        self.length = length
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.tensor([input_ids.shape[1] >= self.length])
+
+
+def _rope_target(**rope):
+    target = tiny_target("llama")
+    config = LlamaConfig(
+        **(target.config.to_dict() | {"rope_parameters": {"rope_theta": 1e4, **rope["rope"]}, **rope["config"]})
+    )
+    other = LlamaForCausalLM(config).eval()
+    other.load_state_dict(target.state_dict())
+    return other
+
+
+def test_a_dynamic_rope_target_keeps_its_text_across_the_switch(monkeypatch):
+    target = _rope_target(rope={"rope_type": "dynamic", "factor": 4.0}, config={"max_position_embeddings": 24})
+    draft = tiny_draft(target)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        prompt = torch.randint(3, 64, (1, 6))
+        stock = run(target, prompt, max_new_tokens=50)
+        with monkeypatch.context() as patch, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _Oracle(patch, stock)
+            out = run(target, prompt, max_new_tokens=50, assistant_model=draft, return_dict_in_generate=True)
+        assert torch.equal(out.sequences, stock)
+        assert out.statistics.accepted_tokens >= 10  # trees were drafted up to the switch
+
+
+def test_a_longrope_target_is_refused_across_its_switch_only():
+    rope = {
+        "rope_type": "longrope",
+        "factor": 4.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0, 3.0, 2.0, 8.0],
+        "original_max_position_embeddings": 24,
+    }
+    target = _rope_target(rope=rope, config={"max_position_embeddings": 96})
+    draft, prompt = tiny_draft(target), torch.randint(3, 64, (1, 6))
+    with pytest.raises(ValueError, match="longrope"):
+        run(target, prompt, max_new_tokens=50, assistant_model=draft)
+    a = run(target, prompt, max_new_tokens=18)
+    assert torch.equal(run(target, prompt, max_new_tokens=18, assistant_model=draft), a)
 
 
 # ---------------------------------------------------------------- state and statistics
@@ -316,6 +398,19 @@ def test_embedding_prompts_are_refused(llama, draft):
     embeds = llama.get_input_embeddings()(torch.randint(3, 64, (1, 6)))
     with pytest.raises(ValueError, match="input_ids"):
         llama.generate(inputs_embeds=embeds, max_new_tokens=5, assistant_model=draft)
+
+
+def test_embeddings_beside_ids_are_refused(no_forward, draft):
+    prompt = torch.randint(3, 64, (1, 6))
+    embeds = no_forward.get_input_embeddings()(prompt)
+    with pytest.raises(ValueError, match="inputs_embeds"):
+        run(no_forward, prompt, inputs_embeds=embeds, max_new_tokens=5, assistant_model=draft)
+
+
+def test_positions_of_several_axes_are_refused(llama, draft):
+    positions = torch.arange(6).expand(3, 1, 6)
+    with pytest.raises(ValueError, match="position_ids"):
+        run(llama, torch.randint(3, 64, (1, 6)), position_ids=positions, max_new_tokens=5, assistant_model=draft)
 
 
 def test_encoder_decoders_are_refused(draft):

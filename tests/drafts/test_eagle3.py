@@ -7,7 +7,16 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModel, GemmaConfig, GemmaForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    GemmaConfig,
+    GemmaForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+)
 
 from gto_hf import AutoDraft, DraftCheckpointError, DraftConfig, DraftModel, Eagle3Draft, TreeConfig, count_tokens
 from gto_hf.drafts import choose_draft_vocab
@@ -299,3 +308,53 @@ def test_an_unattached_draft_says_so(llama, draft, tmp_path):
 def test_contradicting_configs_are_refused(draft, change, words):
     with pytest.raises((ValueError, TypeError), match=words):
         DraftConfig(**(draft.config.to_dict() | change))
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda t: t.update({"d2t": t["d2t"] + 60}), "outside"),
+        (lambda t: t.update({"d2t": t["d2t"] * 0 - torch.arange(48)}), "already"),
+        (lambda t: t.update({"t2d": ~t["t2d"]}), "t2d"),
+        (lambda t: t["fc.weight"].fill_(float("nan")), "fc.weight"),
+    ],
+)
+@pytest.mark.parametrize("door", [AutoDraft, AutoModel])
+def test_corrupt_values_are_refused_at_loading(draft, tmp_path, change, words, door):
+    draft.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(DraftCheckpointError, match=words):
+        door.from_pretrained(tmp_path)
+
+
+def test_a_target_with_a_narrower_embedding_gives_the_draft_its_own():
+    config = OPTConfig(
+        vocab_size=64,
+        hidden_size=32,
+        word_embed_proj_dim=16,
+        ffn_dim=64,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+    )
+    target = OPTForCausalLM(config).eval()
+    draft = Eagle3Draft.from_target(target)
+    assert draft.config.own_embeddings
+    prompt = torch.randint(3, 64, (1, 5))
+    kwargs = {"max_new_tokens": 10, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
+    assert torch.equal(target.generate(prompt, assistant_model=draft, **kwargs), target.generate(prompt, **kwargs))
+    borrowing = Eagle3Draft.from_target(target, own_embeddings=True)
+    borrowing.config.own_embeddings = False
+    with pytest.raises(ValueError, match="width 16"):
+        borrowing.check_target(target)
+
+
+def test_a_relative_target_folder_is_not_stored_as_a_hub_id(llama, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    llama.save_pretrained("outputs/llama")
+    llama.config._name_or_path = "outputs/llama"
+    assert Eagle3Draft.from_target(llama).config.target["name_or_path"] is None
+    llama.config._name_or_path = "org/llama"
+    assert Eagle3Draft.from_target(llama).config.target["name_or_path"] == "org/llama"

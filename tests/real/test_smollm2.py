@@ -22,8 +22,7 @@ PROMPTS, TOKENS = 20, 128
 def model():
     from gto_hf.quickstart import load_target
 
-    target, tokenizer, _ = load_target(dtype=torch.float32)
-    return target, tokenizer
+    return load_target(dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
+from transformers import MistralConfig, MistralForCausalLM
 
 from gto_hf import AutoDraft, GTOConfig, GTOTrainer, TreeConfig
 from tests.tiny import tiny_draft, tiny_target, tiny_tokenizer, written_rows
@@ -89,9 +90,9 @@ def test_every_logged_quantity_is_there_and_finite(llama, draft, rows, tmp_path)
         assert all(math.isfinite(v) for v in entry.values())
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-def test_the_first_step_is_at_the_reference(llama, draft, rows, tmp_path, bf16):
-    target = llama.to(torch.bfloat16 if bf16 else torch.float32)
+@pytest.mark.parametrize("bf16, dtype", [(False, torch.float32), (True, torch.bfloat16), (True, torch.float32)])
+def test_the_first_step_is_at_the_reference(llama, draft, rows, tmp_path, bf16, dtype):
+    target = llama.to(dtype)
     trainer = make(draft, target, rows, tmp_path, max_steps=3, bf16=bf16, per_device_train_batch_size=4)
     trainer.train()
     first, *later = trainer.state.log_history[:3]
@@ -295,6 +296,7 @@ def test_adapters_that_would_move_the_reference_are_refused(llama, draft, rows, 
         ({"gto_path": "beam"}, "beam"),
         ({"ttt_steps": 0}, "ttt_steps=0"),
         ({"target_temperature": 0.0}, "target_temperature"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
     ],
 )
 def test_bad_options_are_refused_by_name(tmp_path, kwargs, words):
@@ -341,14 +343,77 @@ def test_rows_shorter_than_a_group_train_the_token_loss_and_are_counted(llama, d
     assert mixed.state.log_history[0]["skipped_sequences"] == 1 and "gto/ratio" in mixed.state.log_history[0]
 
 
-def test_a_batch_that_trains_nothing_gives_a_finite_zero(llama, draft, tmp_path):
-    # a label on position 1 survives TRL's filter but has no root with a feature
-    row = {"input_ids": [5, 6, 7, 8], "labels": [-100, 6, -100, -100]}
+def test_a_batch_that_trains_nothing_gives_a_finite_zero(llama, draft, rows, tmp_path):
+    # labels on positions 0 and 1 survive TRL's filter but have no root with a feature
+    empty = [{"input_ids": [5, 6, 7, 8], "labels": [-100, 6, -100, -100]}, {"input_ids": [5], "labels": [5]}]
+    with pytest.raises(ValueError, match="All 2 rows"):
+        make(draft, llama, empty, tmp_path)
     before = state(draft)
-    trainer = make(draft, llama, [row, row], tmp_path, max_steps=1, per_device_train_batch_size=2)
-    trainer.train()
-    assert trainer.state.log_history[0]["loss"] == 0.0
-    assert all(torch.equal(v, before[k]) for k, v in draft.state_dict().items())
+    for row in empty:
+        trainer = make(draft, llama, [row, *rows], tmp_path, max_steps=1, shuffle_dataset=False)
+        loss = trainer.compute_loss(trainer.model, trainer.data_collator([row]))
+        assert loss == 0 and loss.requires_grad
+        loss.backward()
+        assert all(torch.equal(v, before[k]) for k, v in draft.state_dict().items())
+
+
+def test_broken_rows_are_refused_before_training(llama, draft, rows, tmp_path):
+    with pytest.raises(ValueError, match="token id 64"):
+        make(draft, llama, [*rows, {"input_ids": [5, 6, 64], "labels": [5, 6, 64]}], tmp_path)
+    with pytest.raises(ValueError, match="1 rows have `labels`"):
+        make(draft, llama, [*rows, {"input_ids": [5, 6, 7, 8], "labels": [5, 6, 7]}], tmp_path)
+
+
+def test_targets_without_tree_support_are_refused_or_train_the_token_loss_alone(draft, rows, tmp_path):
+    config = MistralConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=8,
+    )
+    target = MistralForCausalLM(config).eval()
+    other = tiny_draft(target)
+    with pytest.raises(ValueError, match="sliding_window=8.*gto_weight=0"):
+        make(other, target, rows, tmp_path)
+    with pytest.warns(UserWarning, match="generate"):
+        make(other, target, rows, tmp_path, gto_weight=0.0, max_steps=1).train()
+
+
+def test_rows_that_would_leave_the_position_table_are_refused(tmp_path):
+    target = tiny_target("gpt2")
+    rows = written_rows(target, 4, 20)
+    with pytest.raises(ValueError, match="max_length` to 509"):
+        make(tiny_draft(target), target, rows, tmp_path, max_length=512)
+    make(tiny_draft(target), target, rows, tmp_path, max_length=509)
+
+
+def test_a_frozen_draft_is_refused(llama, draft, rows, tmp_path):
+    with pytest.raises(ValueError, match="frozen"):
+        make(draft.requires_grad_(False), llama, rows, tmp_path)
+
+
+def test_every_rank_logs_the_same_names_whatever_its_batches_hold():
+    class One:
+        device = "cpu"
+        sizes = []
+
+        def reduce(self, tensor, reduction):
+            self.sizes.append(len(tensor))
+            return tensor
+
+    from gto_hf.trainer.logs import logged_names
+    from gto_hf.trainer.sums import Sums
+
+    full, empty = (Sums(*logged_names(3, with_groups=True)) for _ in range(2))
+    full.mean("gto/ratio", 3.0, 2)
+    full.total("trained_tokens", 5)
+    logs = full.pop(One())
+    assert logs["gto/ratio"] == 1.5 and logs["trained_tokens"] == 5 and "token_loss" not in logs
+    assert empty.pop(One()) == {} and full.pop(One()) == {}
+    assert len(set(One.sizes)) == 1
 
 
 def test_nan_stops_training_and_leaves_the_draft_alone(llama, draft, rows, tmp_path):
@@ -372,6 +437,6 @@ def test_the_config_survives_json_and_pickle_without_the_token(tmp_path):
 def test_other_architectures_train(tmp_path):
     for arch in ("qwen3", "gpt2"):
         target = tiny_target(arch)
-        trainer = make(tiny_draft(target), target, written_rows(target, 4, 20), tmp_path, max_steps=2)
+        trainer = make(tiny_draft(target), target, written_rows(target, 4, 20), tmp_path, max_steps=2, max_length=64)
         trainer.train()
         assert trainer.state.log_history[0]["gto/ratio"] == 1.0
