@@ -37,7 +37,8 @@ def main() -> None:
 
     say("Loading the target")
     target, tokenizer = load_target(args.target)
-    rows = load_rows(target, tokenizer, budget, args.regenerate, shipped=args.target is None)
+    rewrite_to = args.regenerate or (None if args.target is None else args.output / "answers.jsonl")
+    rows = load_rows(target, tokenizer, budget, rewrite_to)
     print(f"{target.config.name_or_path}, {target.dtype}; {len(rows)} answers of its own to train on")
 
     say("Phase I: the token loss, on the draft's own outputs")

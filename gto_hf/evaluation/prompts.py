@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from importlib.resources import files
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 
+T = TypeVar("T")
 OWN_SETS = ("chat", "code", "math")
 
 
@@ -91,8 +92,8 @@ def _question(row: dict[str, Any], number: int, label: str) -> Question:
     raise ValueError(f"Row {number} of `{label}` has none of `turns`, `messages` and `prompt`; it has {sorted(row)}.")
 
 
-def spread(questions: list[Question], count: int) -> list[Question]:
-    """`count` questions at equal distances, so that every set keeps its share; a fixed choice."""
+def spread(questions: list[T], count: int) -> list[T]:
+    """`count` questions (or other rows) at equal distances, so that every set keeps its share; a fixed choice."""
     step = len(questions) / count
     return [questions[int(i * step)] for i in range(count)] if count < len(questions) else questions
 

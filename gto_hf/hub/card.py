@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
@@ -26,7 +25,7 @@ def draft_card(
 
     Args:
         config ([`DraftConfig`]): Of the draft.
-        name (`str`): Repository or folder name.
+        name (`str`): Hub id, or folder name if it is nowhere else.
         dataset_name (`str`, *optional*): Hub id of the training data.
         tags (`list[str]`, *optional*): Hub tags.
         adapter (`bool`, *optional*, defaults to `False`): Whether the folder holds a LoRA adapter.
@@ -43,9 +42,10 @@ def draft_card(
     return ModelCard.from_template(
         data,
         template_path=str(files("gto_hf") / "assets" / "draft_card.md"),
-        name=Path(name).name,
+        name=name,
         target=target.get("name_or_path")
         or f"a {target.get('num_hidden_layers')}-layer {target.get('model_type')} model",
+        target_id=target.get("name_or_path") or "path/to/that/model",
         draft_type=config.draft_type,
         facts=_facts(config),
         base_draft=path if adapter and path and not path.startswith((".", "/")) else None,

@@ -13,6 +13,7 @@ from datasets import Dataset
 
 from gto_hf.data import load_jsonl, regenerate, training_rows
 from gto_hf.drafts import DraftModel, Eagle3Draft, count_tokens
+from gto_hf.evaluation import spread
 from gto_hf.target import text_config
 from gto_hf.tree import TreeConfig
 
@@ -46,22 +47,25 @@ DRAFT_VOCAB = 4096
 MAX_LENGTH = 256
 
 
-def load_rows(target: Any, tokenizer: Any, budget: Budget, rewrite_to: Path | None, *, shipped: bool) -> list[dict]:
+def load_rows(target: Any, tokenizer: Any, budget: Budget, rewrite_to: Path | None) -> list[dict]:
     """
     Training rows: the shipped answers of SmolLM2, or answers that `target` writes now.
 
     Args:
-        rewrite_to (`Path`, *optional*): Write new answers to this file (resumed if it exists).
-        shipped (`bool`): Whether the shipped answers are this target's own.
+        target (`PreTrainedModel`), tokenizer: Model and its tokenizer.
+        budget ([`Budget`]): How many answers.
+        rewrite_to (`Path`, *optional*): Let the target write its answers to this file (continued if it exists); None takes
+            the shipped ones, which are SmolLM2's.
     """
     with as_file(files("gto_hf") / "assets") as assets:
         prompts = load_jsonl(assets / "train_prompts.jsonl")
-        if shipped and rewrite_to is None:
-            answers = load_jsonl(assets / "train_answers.jsonl")
-        else:
-            path = rewrite_to or Path("answers.jsonl")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            answers = regenerate(target, tokenizer, prompts, path, answers=-(-budget.answers // len(prompts)))
+        shipped = load_jsonl(assets / "train_answers.jsonl")
+    if rewrite_to is None:
+        answers = shipped
+    else:
+        asked = spread(prompts, min(len(prompts), budget.answers))
+        rewrite_to.parent.mkdir(parents=True, exist_ok=True)
+        answers = regenerate(target, tokenizer, asked, rewrite_to, answers=-(-budget.answers // len(asked)))
     return training_rows(tokenizer, prompts, answers[: budget.answers], MAX_LENGTH)
 
 

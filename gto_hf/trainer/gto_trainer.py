@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -409,7 +410,7 @@ class GTOTrainer(SFTTrainer):
         draft = as_draft(self.accelerator.unwrap_model(self.model))
         card = draft_card(
             draft.config,
-            name=model_name or self.hub_model_id or self.args.output_dir,
+            name=self.hub_model_id or model_name or Path(self.args.output_dir).name,
             dataset_name=dataset_name,
             tags=[*self._tag_names, *extra],
             adapter=is_peft(self.model),
