@@ -2,7 +2,7 @@
 """
 Give a real LLM a draft, train it with Group Tree Optimization, and watch the same text come out faster.
 
-    python examples/quickstart.py                 # SmolLM2-135M-Instruct from PyPI, no Hub access, about 12 minutes
+    python examples/quickstart.py                 # SmolLM2-135M-Instruct from PyPI, no Hub access, about 13 minutes
     python examples/quickstart.py --smoke         # the same in small, about a minute
     python examples/quickstart.py --target org/llm --regenerate answers.jsonl   # any model; it writes its own answers
 """
@@ -57,7 +57,9 @@ def main() -> None:
     exact = ["--questions", str(budget.exact_questions), "--dtype", "float32", "--require-identical"]
     evaluate([*common, *drafts[-2:], *exact])
 
-    say(f"Done. The draft is in {args.output / 'phase2'}. Loaded back and used through generate:")
+    if args.smoke:
+        print("\nThe smoke run only shows that everything works; its figures mean nothing.")
+    say("Done. Loaded back and used through generate:")
     draft = gto_hf.AutoDraft.from_pretrained(args.output / "phase2", dtype=target.dtype)
     prompt = torch.tensor([render_prompt(tokenizer, load_questions("own")[0].messages(0, []))])
     output = target.generate(
@@ -68,6 +70,7 @@ def main() -> None:
         return_dict_in_generate=True,
     )
     print(tokenizer.decode(output.sequences[0, prompt.shape[1] :], skip_special_tokens=True))
+    print(f"(target {target_source(args.target)}, draft {args.output / 'phase2'})")
     print(
         f"(acceptance length {output.statistics.tau:.2f}, accepted per round {output.statistics.accepted_histogram})"
     )

@@ -18,7 +18,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="gto-hf", description="Train draft models and measure what they save.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="{train,eval,version}")
     commands.add_parser("train", help="train a draft with GTOTrainer (options: gto-hf train --help)", add_help=False)
-    evaluate = commands.add_parser("eval", help="acceptance length and speed-up of drafts against plain generate")
+    evaluate = commands.add_parser(
+        "eval",
+        help="acceptance length and speed-up of drafts against plain generate",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
     commands.add_parser("version", help="print versions")
     if argv[:1] == ["train"]:  # its options are those of TRL's parser, so argparse must not read them
         from gto_hf.trainer.script import main as train

@@ -46,7 +46,13 @@ def _wrap_validate(original: Any) -> Any:
     def _validate_generation_mode(
         self: Any, generation_mode: Any, generation_config: Any, generation_mode_kwargs: dict[str, Any]
     ) -> None:
-        draft = as_draft(generation_mode_kwargs.get("assistant_model"))
+        assistant = generation_mode_kwargs.get("assistant_model")
+        if isinstance(assistant, str):
+            raise ValueError(
+                f"`assistant_model={assistant!r}` is a string. Load it first: `gto_hf.AutoDraft.from_pretrained(...)` for a "
+                "draft, `AutoModelForCausalLM.from_pretrained(...)` for a small model."
+            )
+        draft = as_draft(assistant)
         if draft is None:
             return original(self, generation_mode, generation_config, generation_mode_kwargs)
         # The stock comparison of two tokenizers makes no sense for a draft head; our own checks replace it.

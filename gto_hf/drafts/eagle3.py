@@ -132,6 +132,11 @@ class Eagle3Draft(DraftModel):
                     f"`draft_vocab_size={config.draft_vocab_size}` of {config.vocab_size} tokens needs `token_counts`: "
                     "which tokens are kept decides what the draft can say. Use `count_tokens(rows, vocab_size)`."
                 )
+            if len(token_counts) != config.vocab_size:
+                raise ValueError(
+                    f"`token_counts` has {len(token_counts)} entries, but the target has {config.vocab_size} tokens. "
+                    "Count with `vocab_size` of the target's config."
+                )
             keep = _structural_ids(target, tokenizer)
             draft.set_vocab(choose_draft_vocab(token_counts.cpu(), config.draft_vocab_size, keep))
         draft._copy_from(target)

@@ -65,6 +65,11 @@ def load_questions(name: str | PathLike, *, limit: int | None = None, **hub: Any
         from gto_hf.data import load_jsonl
 
         rows, label = load_jsonl(name), Path(name).stem
+    elif "/" not in str(name) or str(name).endswith((".json", ".jsonl")):
+        raise ValueError(
+            f"There is no file `{name}`, and no set of that name: own sets are own, {', '.join(OWN_SETS)}. A dataset on the "
+            "Hub is named `owner/name`."
+        )
     else:
         from datasets import load_dataset
 

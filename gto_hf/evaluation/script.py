@@ -28,14 +28,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--draft", action="append", required=True, help="Hub id or folder of a draft, or NAME=PATH; repeatable"
     )
     parser.add_argument(
-        "--sets", default="own", help="comma-separated: own, chat, code, math, a .jsonl file, a Hub id"
+        "--sets",
+        default="own",
+        help="comma-separated: own, chat, code, math, a .jsonl file with `turns`, `messages` or `prompt`, a Hub id",
     )
-    parser.add_argument("--questions", type=int, default=None, help="questions in all, spread over the sets")
+    parser.add_argument("--questions", type=int, default=None, help="how many questions in all, spread over the sets")
     parser.add_argument("--temperature", default="0", help="comma-separated; 0 is greedy")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="longest answer")
+    parser.add_argument(
+        "--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"], help="of the weights"
+    )
     parser.add_argument("--device", default=None, help="default: an accelerator if there is one, else the CPU")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="prompt i is sampled with seed + i by every system")
     parser.add_argument(
         "--require-identical", action="store_true", help="fail if any text differs from plain generate (float32 only)"
     )

@@ -9,6 +9,7 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from gto_hf.drafts import DraftConfig
+from gto_hf.target import is_hub_id
 
 
 def draft_card(
@@ -34,7 +35,7 @@ def draft_card(
     target = config.target or {}
     data = ModelCardData(
         library_name="peft" if adapter else "gto-hf",
-        base_model=target.get("name_or_path"),
+        base_model=target.get("name_or_path") if is_hub_id(target.get("name_or_path")) else None,
         datasets=dataset_name,
         tags=list(dict.fromkeys(tags or [])),
     )
@@ -45,7 +46,7 @@ def draft_card(
         name=name,
         target=target.get("name_or_path")
         or f"a {target.get('num_hidden_layers')}-layer {target.get('model_type')} model",
-        target_id=target.get("name_or_path") or "path/to/that/model",
+        target_id=data.base_model or "path/to/that/model",
         draft_type=config.draft_type,
         facts=_facts(config),
         base_draft=path if adapter and path and not path.startswith((".", "/")) else None,

@@ -21,7 +21,7 @@ from gto_hf.tree import TreeConfig
 @dataclass(frozen=True)
 class Budget:
     """
-    How much the quickstart does. The default fits 15 minutes on two CPU cores; `SMOKE` fits two.
+    How much the quickstart does. The default fits 15 minutes on two CPU cores; `SMOKE` takes about one.
 
     Attributes:
         answers (`int`): Training answers used, in file order.

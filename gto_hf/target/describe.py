@@ -9,6 +9,7 @@ multimodal wrappers and PEFT models are read like plain ones.
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 import torch
@@ -48,6 +49,11 @@ def fingerprint(target: nn.Module) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         "quantization": None if method is None else str(getattr(method, "value", method)),
     }
+
+
+def is_hub_id(name: str | None) -> bool:
+    """Whether a target's name can be loaded from the Hub; a fingerprint may also hold a plain description."""
+    return name is not None and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is not None
 
 
 def _is_local(name: str) -> bool:

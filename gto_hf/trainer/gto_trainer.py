@@ -42,7 +42,16 @@ from gto_hf.lora import Reference, draft_peft_config, is_peft
 
 from .forward import at_least_two_columns, bare_forward
 from .gto_config import GTOConfig
-from .load import check_rows, check_target_for_training, eos_ids, length, load_draft, load_target, load_tokenizer
+from .load import (
+    check_columns,
+    check_rows,
+    check_target_for_training,
+    eos_ids,
+    length,
+    load_draft,
+    load_target,
+    load_tokenizer,
+)
 from .logs import log_groups, log_tokens, logged_names
 from .sums import Sums
 
@@ -172,6 +181,7 @@ class GTOTrainer(SFTTrainer):
         if data_collator is None:
             data_collator = DataCollatorForLanguageModeling(pad_token_id=processing_class.pad_token_id)
 
+        check_columns(train_dataset, args.dataset_text_field, formatting_func)
         rows = length(train_dataset)
         own_forward = draft.__dict__.get("forward")
         super().__init__(
@@ -190,12 +200,12 @@ class GTOTrainer(SFTTrainer):
         draft.__dict__.pop("forward", None)
         if own_forward is not None:
             draft.__dict__["forward"] = own_forward
-        check_rows(rows, self.train_dataset, args.max_length, draft.config.vocab_size)
+        longest = check_rows(rows, self.train_dataset, args.max_length, draft.config.vocab_size)
+        draft.config.trained_length = max(draft.config.trained_length or 0, longest or 0) or None
 
         # Frozen models
         self._place_frozen()
         self._eos_ids = eos_ids(self.target_model, processing_class, self.accelerator.device)
-        draft.config.trained_length = max(draft.config.trained_length or 0, args.max_length or 0) or None
 
         # Metrics
         self._forward_redirection = _ForwardRedirection()

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from gto_hf.checkpoints import AutoDraft
 from gto_hf.decoding import as_draft
 from gto_hf.drafts import DraftModel
-from gto_hf.target import check_tree_support, position_limit, text_config, unwrap
+from gto_hf.target import check_tree_support, is_hub_id, position_limit, text_config, unwrap
 from gto_hf.tree import TreeConfig
 
 from .gto_config import GTOConfig
@@ -48,14 +48,18 @@ def load_target(target: Any, draft: DraftModel, args: GTOConfig) -> nn.Module:
     gradients.
     """
     if target is None:
-        target = args.target_model_name_or_path or (draft.config.target or {}).get("name_or_path")
+        target = args.target_model_name_or_path
     if target is None:
-        raise ValueError(
-            "`target_model` is needed: the draft's config names no target. Pass the model, or set "
-            "`target_model_name_or_path`."
-        )
+        target = (draft.config.target or {}).get("name_or_path")
+        if not is_hub_id(target):
+            raise ValueError(
+                f"`target_model` is needed: the draft's config names no target on the Hub (found: {target!r}). Pass the "
+                "model, or set `target_model_name_or_path`."
+            )
     if isinstance(target, str):
         target = AutoModelForCausalLM.from_pretrained(target, **(args.target_model_init_kwargs or {}))
+    if as_draft(target) is not None:
+        raise TypeError("`target_model` is a draft; it must be the frozen LLM. The draft goes into `model`.")
     return target.eval().requires_grad_(False)
 
 
@@ -113,7 +117,23 @@ def check_target_for_training(target: nn.Module, tree: TreeConfig, args: GTOConf
         )
 
 
-def check_rows(before: int | None, dataset: Any, max_length: int | None, vocab_size: int) -> None:
+def check_columns(dataset: Any, text_field: str, formatting_func: Any) -> None:
+    """
+    Refuse a dataset that has none of the columns TRL knows, before it is tokenised.
+
+    Raises:
+        ValueError: Names the columns found.
+    """
+    columns = getattr(dataset, "column_names", None)
+    known = ("input_ids", "messages", "conversations", "prompt", text_field)
+    if formatting_func is None and columns and not set(known) & set(columns):
+        raise ValueError(
+            f"`train_dataset` has the columns {sorted(columns)}; it needs `messages`, `prompt` and `completion`, "
+            f"`{text_field}`, or `input_ids` (and `labels`). Rename them, or pass `formatting_func`."
+        )
+
+
+def check_rows(before: int | None, dataset: Any, max_length: int | None, vocab_size: int) -> int | None:
     """
     Refuse a dataset that trains on nothing or cannot be read; say how much of it was dropped.
 
@@ -123,18 +143,22 @@ def check_rows(before: int | None, dataset: Any, max_length: int | None, vocab_s
         max_length (`int`, *optional*): Where rows were cut.
         vocab_size (`int`): Of the target.
 
+    Returns:
+        `int`: Length of the longest row in tokens; `max_length` for streams.
+
     Raises:
         ValueError: If no row has a trainable token, labels and tokens differ in length, or an id is outside the
             vocabulary.
     """
     if before is None or not isinstance(dataset, Dataset):
-        return
-    trainable, largest, unequal = 0, -1, 0
+        return max_length
+    trainable, largest, unequal, longest = 0, -1, 0, 0
     for batch in dataset.select_columns(["input_ids", "labels"]).with_format("arrow").iter(1000):
         ids, labels = batch["input_ids"].combine_chunks(), batch["labels"].combine_chunks()
         unequal += pc.sum(pc.not_equal(pc.list_value_length(ids), pc.list_value_length(labels))).as_py() or 0
         largest = max(largest, pc.max(pc.list_flatten(ids)).as_py() or 0)
         length = pc.list_value_length(labels).to_numpy(zero_copy_only=False)
+        longest = max(longest, int(length.max(initial=0)))
         place = np.arange(length.sum()) - np.repeat(length.cumsum() - length, length)
         # Tokens 0 and 1 have no target feature before their root, see `supervised_targets`.
         counted = (pc.list_flatten(labels).to_numpy(zero_copy_only=False) != -100) & (place >= 2)
@@ -156,3 +180,4 @@ def check_rows(before: int | None, dataset: Any, max_length: int | None, vocab_s
         warnings.warn(
             f"{before - trainable} of {before} rows have no trainable token within `max_length={max_length}`."
         )
+    return longest

@@ -45,8 +45,11 @@ def main(argv: list[str] | None = None) -> None:
     """Parse, train, save; pushes to the Hub with `--push_to_hub`."""
     parser = TrlParser((ScriptArguments, GTOConfig, ModelConfig, DraftArguments), prog="gto-hf train")
     script_args, args, model_args, draft_args = parser.parse_args_and_config(argv)
-    if script_args.dataset_name is None:
+    name = script_args.dataset_name
+    if name is None:
         parser.error("--dataset_name is needed: a Hub id, a folder, or a JSON Lines file")
+    if name.endswith((".json", ".jsonl")) and not Path(name).is_file():
+        parser.error(f"--dataset_name: there is no file {name}")
     if model_args.model_name_or_path is None and args.target_model_name_or_path is None:
         parser.error("--target_model_name_or_path is needed when no draft is named with --model_name_or_path")
     splits = _load_splits(script_args)

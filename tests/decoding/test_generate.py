@@ -69,6 +69,11 @@ def test_an_unknown_transformers_signature_disables_the_hook_with_a_way_out(monk
         assert gto_hf.install()
 
 
+def test_a_path_as_assistant_is_refused_with_what_to_do(llama):
+    with pytest.raises(ValueError, match="AutoDraft"):
+        run(llama, torch.randint(3, 64, (1, 6)), assistant_model="runs/phase2", max_new_tokens=4)
+
+
 def test_a_draft_inside_peft_is_recognised(llama, draft):
     from peft import LoraConfig, get_peft_model
 

@@ -81,6 +81,9 @@ def test_question_rows_in_three_formats(tmp_path):
     path.write_text('{"question": "?"}')
     with pytest.raises(ValueError, match="Row 0.*question"):
         load_questions(path)
+    for missing in ("nothing.jsonl", "onw"):
+        with pytest.raises(ValueError, match="chat, code, math"):
+            load_questions(missing)
     path.write_text("not json")
     with pytest.raises(ValueError, match="line 1"):
         load_questions(path)

@@ -390,6 +390,21 @@ def test_rows_that_would_leave_the_position_table_are_refused(tmp_path):
     make(tiny_draft(target), target, rows, tmp_path, max_length=509)
 
 
+def test_unknown_columns_and_a_draft_as_target_are_refused(llama, draft, rows, tmp_path):
+    with pytest.raises(ValueError, match="question"):
+        make(draft, llama, [{"question": "A", "answer": "B"}], tmp_path)
+    with pytest.raises(TypeError, match="is a draft"):
+        make(draft, tiny_draft(llama), rows, tmp_path)
+    draft.config.target = {**draft.config.target, "name_or_path": "Some model (dequantized)"}
+    with pytest.raises(ValueError, match="dequantized"):
+        make(draft, None, rows, tmp_path)
+
+
+def test_the_trained_length_is_that_of_the_longest_row(llama, draft, rows, tmp_path):
+    make(draft, llama, rows, tmp_path, max_length=500)
+    assert draft.config.trained_length == 24
+
+
 def test_a_frozen_draft_is_refused(llama, draft, rows, tmp_path):
     with pytest.raises(ValueError, match="frozen"):
         make(draft.requires_grad_(False), llama, rows, tmp_path)
