@@ -8,9 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 
-def choose_draft_vocab(
-    counts: torch.Tensor, size: int, always_keep: Iterable[int] = (), *, vocab_size: int | None = None
-) -> torch.Tensor:
+def choose_draft_vocab(counts: torch.Tensor, size: int, always_keep: Iterable[int] = ()) -> torch.Tensor:
     """
     Pick the `size` target tokens a draft keeps: `always_keep` first, then by frequency, then by id.
 
@@ -18,7 +16,6 @@ def choose_draft_vocab(
         counts (`torch.LongTensor` of shape `(V,)`): How often each target token occurs in the training text.
         size (`int`): Rows of the draft's head.
         always_keep (`Iterable[int]`): Special, added and byte-level tokens; rare in text, but structural.
-        vocab_size (`int`, *optional*): Number of ids allowed; defaults to `len(counts)`.
 
     Returns:
         `torch.LongTensor` of shape `(size,)`: Kept target ids, ascending. Padded with unseen ids in id order when the
@@ -27,7 +24,7 @@ def choose_draft_vocab(
     Raises:
         ValueError: If `size` is not positive, above the vocabulary, or below the number of tokens to keep.
     """
-    total = len(counts) if vocab_size is None else vocab_size
+    total = len(counts)
     if not 0 < size <= total:
         raise ValueError(f"`draft_vocab_size={size}` must lie between 1 and the target's vocabulary of {total}.")
     keep = torch.tensor(sorted({i for i in always_keep if 0 <= i < total}), dtype=torch.long)
@@ -35,7 +32,7 @@ def choose_draft_vocab(
         raise ValueError(
             f"`draft_vocab_size={size}` is smaller than the {len(keep)} special tokens that must be kept. Raise it."
         )
-    order = counts[:total].double().clone()
+    order = counts.double().clone()
     order[keep] = torch.inf
     best = order.sort(descending=True, stable=True).indices[:size]
     return best.sort().values
