@@ -3,17 +3,23 @@
 
 from .decoder import TreeDecoder
 from .hook import install, uninstall
-from .loop import TreeDecodeOutput, tree_decode
+from .loop import tree_decode
+from .outputs import TreeDecodeOutput
 from .request import as_draft
 from .statistics import DecodingStatistics
+from .trace import Recorder, RoundTimes, RoundTrace, record_rounds
 
 
 __all__ = [
     "DecodingStatistics",
+    "Recorder",
+    "RoundTimes",
+    "RoundTrace",
     "TreeDecodeOutput",
     "TreeDecoder",
     "as_draft",
     "install",
+    "record_rounds",
     "tree_decode",
     "uninstall",
 ]

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from .loop import TreeDecodeOutput, tree_decode
+from .loop import tree_decode
+from .outputs import TreeDecodeOutput
 from .request import as_draft
 
 

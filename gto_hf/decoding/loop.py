@@ -2,38 +2,31 @@
 """
 The decoding loop: draft a tree, check it in one target forward, keep what the target would have written. Level 4.
 
-The draft's keys and values are rebuilt every round from the target's true features; nothing drafted survives in them.
+One target forward per round for the whole batch. Rows accept what they accept: the cache keeps each row's tokens in the
+columns of that row's own text (see `cache.py`), so every row is decoded as if it were alone.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
-from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from gto_hf.drafts import DraftModel, DraftPrefix, NodeSteps
-from gto_hf.target import backend_mask, position_limit
-from gto_hf.tree import DraftTree, TreeConfig, grow_trees
+from gto_hf.drafts import DraftModel
+from gto_hf.target import Route, position_limit, tree_attention
+from gto_hf.tree import Budget, DraftTree, TreeConfig
 
-from .cache import keep_path
-from .request import check_inputs, check_mode
+from .cache import room_in
+from .costs import budget_for
+from .drafter import Drafter
+from .outputs import TokenStates, TreeDecodeOutput
+from .request import prepare_request
 from .statistics import DecodingStatistics
-from .walk import Emitter, walk
-
-
-@dataclass
-class TreeDecodeOutput(GenerateDecoderOnlyOutput):
-    """
-    Stock `generate` output plus counts.
-
-    Args:
-        statistics ([`DecodingStatistics`]): Rounds, accepted lengths, drafted tokens, forwards.
-    """
-
-    statistics: DecodingStatistics | None = None
+from .trace import RoundTimes, Stopwatch, active_recorder, trace_rounds
+from .verifier import Verifier
+from .walk import Emitter, greedy_choices, stream, walk
 
 
 @torch.no_grad()
@@ -53,158 +46,235 @@ def tree_decode(
 
     Args:
         target (`PreTrainedModel`): The unmodified model `generate` was called on.
-        input_ids (`torch.LongTensor` of shape `(1, L)`): Prompt.
+        input_ids (`torch.LongTensor` of shape `(B, L)`): Prompts; `(B, 0)` if they are `inputs_embeds`.
         draft ([`DraftModel`]): Its `tree` says how large a tree to draft.
         streamer (`BaseStreamer`, *optional*): Gets the tokens of every round at once; `end()` is called once.
 
     Returns:
-        What stock `generate` returns: ids `(1, L + new)`, or a [`TreeDecodeOutput`].
+        What stock `generate` returns: ids `(B, L + new)`, or a [`TreeDecodeOutput`].
 
     Raises:
-        ValueError: See [`check_mode`] and [`check_inputs`]; before any forward.
+        ValueError: See [`prepare_request`]; before any forward.
     """
-    check_mode(target, draft, generation_config)
-    check_inputs(target, input_ids, generation_config, model_kwargs)
+    route = prepare_request(target, draft, input_ids, generation_config, model_kwargs, logits_processor)
     draft.attach(target)
-    model_kwargs.pop("synced_gpus", None)
     emitter = Emitter(input_ids, logits_processor, stopping_criteria, generation_config)
-    verifier = _Verifier(target, draft, model_kwargs)
-    statistics = DecodingStatistics(runs=1, target_forwards=1)
-
-    logits, features, positions = verifier.prefill(input_ids, generation_config)
-    emitter.emit(logits)
-    statistics.emitted_tokens = 1
-    _stream(streamer, emitter, 1)
-    drafter = _Drafter(draft)
-    if not emitter.finished:
-        count = features.shape[1]
-        drafter.read(features, emitter.input_ids[:, -count:], positions, verifier.valid_columns(count))
-    limit = position_limit(target)
-    with target._optimize_model_for_decode():
+    decoding = _Decoding(target, draft, route, emitter, generation_config, model_kwargs)
+    streamed = stream(streamer, emitter, input_ids.shape[1])
+    decoding.prefill(input_ids)
+    streamed = stream(streamer, emitter, streamed)
+    with target._optimize_model_for_decode(), tree_attention(target) if route.kind == "tree" else nullcontext():
         while not emitter.finished:
-            tree = drafter.grow(emitter.input_ids[:, -1], _room(emitter, generation_config.max_length, limit))
-            logits, features, positions = verifier.verify(tree)
-            path, accepted = walk(tree, logits, emitter)
-            verifier.commit(path, tree)
-            statistics.add_round(accepted, len(path) > accepted, tree.tokens.shape[1] - 1)
-            _stream(streamer, emitter, len(path))
-            if not emitter.finished:
-                drafter.read(features[:, path], emitter.input_ids[:, -len(path) :], positions[:, path])
+            decoding.round()
+            streamed = stream(streamer, emitter, streamed)
     if streamer is not None:
         streamer.end()
-    statistics.draft_forwards = drafter.forwards
-    if not generation_config.return_dict_in_generate:
-        return emitter.input_ids
-    return TreeDecodeOutput(
-        sequences=emitter.input_ids,
-        scores=None if emitter.scores is None else tuple(emitter.scores),
-        logits=None if emitter.logits is None else tuple(emitter.logits),
-        cache=verifier.cache,
-        statistics=statistics,
-    )
+    return decoding.result()
 
 
-def _room(emitter: Emitter, max_length: int, position_limit: int | None) -> int:
-    """Levels that a tree below the newest token may have: the bonus token and the target's positions must fit."""
-    length = emitter.input_ids.shape[1]
-    room = max_length - length - 1
-    return room if position_limit is None else min(room, position_limit - length)
+class _Decoding:
+    """One `generate` call: the two models, the growing sequences, and what is recorded on the way."""
 
-
-def _stream(streamer: Any, emitter: Emitter, count: int) -> None:
-    """Hand the last `count` tokens to the streamer."""
-    if streamer is not None:
-        streamer.put(emitter.input_ids[0, -count:].cpu())
-
-
-class _Drafter:
-    """The draft's side: reads accepted tokens with true features, grows the next tree."""
-
-    def __init__(self, draft: DraftModel) -> None:
-        self.draft, self.prefix, self.forwards = draft, DraftPrefix(draft), 0
-        self._last: torch.Tensor | None = None  # output of the newest pair, (1, 1, H)
-        self._position: torch.Tensor | None = None  # its rotary position, (1,)
-
-    def read(
+    def __init__(
         self,
-        features: torch.Tensor,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        valid: torch.Tensor | None = None,
+        target: Any,
+        draft: DraftModel,
+        route: Route,
+        emitter: Emitter,
+        config: GenerationConfig,
+        model_kwargs: dict[str, Any],
     ) -> None:
-        """Append pairs of target features `(1, F, k * Ht)` and the tokens after them."""
-        self._last = self.prefix.extend(features, tokens, positions, valid)[:, -1:]
-        self._position = positions[:, -1].to(self.draft.device)
-        self.forwards += 1
-
-    def grow(self, root_token: torch.Tensor, room: int) -> DraftTree:
-        """The tree below the newest token, at most `room` levels deep; a bare root if there is no room."""
-        if room < 1:
-            return DraftTree.root_only(root_token)
-        config: TreeConfig = self.draft.tree.limited(room)
-        steps = NodeSteps(self.prefix, self._position, self.prefix.valid)
-        root = steps.expand(self._last, config.top_k)
-        tree = grow_trees(steps.step, root_token.to(self.draft.device), root, config)
-        self.forwards += config.depth - 1
-        return tree.to(root_token.device)
-
-
-class _Verifier:
-    """The target's side: prefill, one forward per tree, and what stays in the cache."""
-
-    def __init__(self, target: Any, draft: DraftModel, model_kwargs: dict[str, Any]) -> None:
-        self.target, self.layers = target, list(draft.config.feature_layers)
-        self._kwargs = model_kwargs
-        self.cache: Any = None
-
-    def prefill(
-        self, input_ids: torch.Tensor, config: GenerationConfig
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Logits `(1, V)` after the prompt, features `(1, F, k * Ht)` and positions `(1, F)` of what was forwarded."""
-        kwargs = {**self._kwargs, "output_hidden_states": self.layers}
-        outputs = self.target._prefill(input_ids, config, kwargs)
-        features = self._features(outputs)
-        positions = self._kwargs["position_ids"][..., -features.shape[1] :]
-        self._update(outputs, 1)
-        return outputs.logits[:, -1], features, positions
-
-    def valid_columns(self, count: int) -> torch.Tensor | None:
-        """`(1, count)` bool: which of the last prompt columns are not padding; None if all."""
-        mask = self._kwargs.get("attention_mask")
-        return None if mask is None else mask[:, :-1][:, -count:].bool()
-
-    def verify(self, tree: DraftTree) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """One target forward over root and nodes: logits `(N + 1, V)`, features and positions of all of them."""
-        size, device = tree.tokens.shape[1], tree.tokens.device
-        past = self.cache.get_seq_length()
-        known = self._kwargs.get("attention_mask")
-        known = torch.ones(1, past, dtype=torch.bool, device=device) if known is None else known[:, :past].bool()
-        visible = torch.cat([known[:, None].expand(1, size, past), tree.ancestor_mask()], dim=-1)
-        positions = self._kwargs["position_ids"][..., -1:] + tree.depths
-        kwargs = {k: v for k, v in self._kwargs.items() if k not in ("attention_mask", "position_ids")}
-        inputs = self.target.prepare_inputs_for_generation(
-            tree.tokens, next_sequence_length=size, is_first_iteration=False, position_ids=positions, **kwargs
+        self.target, self.draft, self.emitter, self.config = target, draft, emitter, config
+        self.tree = draft.tree if route.kind == "tree" else draft.tree.chain()
+        self.wants_states = bool(config.return_dict_in_generate and config.output_hidden_states)
+        self.wants_attentions = bool(config.return_dict_in_generate and config.output_attentions)
+        self.verifier = Verifier(
+            target,
+            list(draft.config.feature_layers) if draft.reads_features else [],
+            model_kwargs,
+            config,
+            chain=route.kind == "chain",
+            size=self.tree.total_tokens + 1,
+            all_states=self.wants_states,
         )
-        inputs["attention_mask"] = backend_mask(self.target, visible.to(self.target.device), self.target.dtype)
-        inputs["output_hidden_states"] = self.layers
-        if "logits_to_keep" in inputs:
-            inputs["logits_to_keep"] = 0
-        self._outputs = self.target(**inputs, return_dict=True)
-        return self._outputs.logits[0], self._features(self._outputs), positions
+        self.drafter = Drafter(draft)
+        self.limit = position_limit(target)
+        self.statistics = DecodingStatistics()
+        self.recorder = active_recorder()
+        self.watch = Stopwatch(self.recorder is not None and self.recorder.seconds)
+        self.trace: list | None = [] if self.recorder is not None and self.recorder.trees else None
+        self.budget: Budget | None = None
+        self.states: TokenStates | None = None
+        self.attentions: TokenStates | None = None
+        self._embeds = model_kwargs.get("inputs_embeds")
 
-    def commit(self, path: list[int], tree: DraftTree) -> None:
-        """Keep the accepted rows of the cache and advance masks and positions by what was emitted."""
-        keep_path(self.cache, path, tree.tokens.shape[1])
-        self._update(self._outputs, len(path))
-        self._outputs = None
+    # ------------------------------------------------------------------ prefill
+    def prefill(self, input_ids: torch.Tensor) -> None:
+        """Forward the prompts, emit every row's first token, let the draft read."""
+        emitter, verifier = self.emitter, self.verifier
+        logits, features = verifier.prefill(input_ids)
+        if self.wants_states:
+            self.states = TokenStates(verifier.outputs.hidden_states, emitter.rows, -3)
+        if self.wants_attentions:
+            self.attentions = TokenStates(verifier.outputs.attentions, emitter.rows, 0)
+        verifier.outputs = None
+        for row in range(emitter.rows):
+            emitter.emit(row, logits[row : row + 1])
+        self.statistics.start(emitter.rows)
+        # Columns of the cache minus columns of the sequences: embedding prompts have no ids.
+        self.offset = verifier.prompt_columns - emitter.prompt_length
+        if not emitter.finished:
+            self._read_prompt(features)
+        if self.tree.auto and not emitter.finished:
+            roots = emitter.newest().to(self.target.device)
+            self.budget = budget_for(self.target, self.draft, verifier, self.drafter, self.tree, roots)
 
-    def _update(self, outputs: Any, count: int) -> None:
-        self._kwargs = self.target._update_model_kwargs_for_generation(
-            outputs, self._kwargs, is_encoder_decoder=False, num_new_tokens=count
+    def _read_prompt(self, features: torch.Tensor | None) -> None:
+        """Pairs of the prompt: the feature of a column with the token of the next."""
+        verifier, emitter = self.verifier, self.emitter
+        ids = torch.stack([emitter.row(row)[0] for row in range(emitter.rows)])
+        if not self.draft.reads_features:
+            count = ids.shape[1]
+            valid = verifier.valid_columns(count - 1) if self.offset == 0 else None
+            if valid is not None:
+                valid = torch.cat([valid, torch.ones_like(valid[:, :1])], dim=1)
+            self.drafter.read(None, ids, self._positions(range(-1, count - 1)) + self.offset, valid)
+            return
+        count, total = features.shape[1], verifier.prompt_columns
+        embeddings = None
+        if self.offset > 0 and self._embeds is not None and ids.shape[1] == 1:
+            prompt = self.draft.prompt_embeddings(self._embeds)
+            if prompt is None:  # the draft has an embedding of its own: it starts with the first written token
+                features, count = features[:, -1:], 1
+            else:
+                embeddings = torch.cat([prompt[:, 1:], self.draft.embed(ids).to(prompt)], dim=1)[:, -count:]
+                ids = ids.new_zeros(len(ids), count)
+        columns = range(total - count, total)
+        self.drafter.read(
+            features, ids[:, -count:], self._positions(columns), verifier.valid_columns(count), embeddings
         )
-        self.cache = self._kwargs["cache"]
 
-    def _features(self, outputs: Any) -> torch.Tensor:
-        """Concatenated boundaries `(1, F, k * Ht)`, low to high, gathered on one device."""
-        states = [outputs.hidden_states[i] for i in self.layers]
-        return torch.cat([s.to(states[-1].device) for s in states], dim=-1)
+    def _positions(self, columns: range) -> torch.Tensor:
+        """`(B, F)`: pair positions of columns of the cache, counted from each row's first token."""
+        padding = self.verifier.padding
+        return torch.arange(columns.start, columns.stop, device=padding.device) - padding
+
+    # ------------------------------------------------------------------ rounds
+    def round(self) -> None:
+        """Draft, verify, walk, keep."""
+        emitter, verifier, watch = self.emitter, self.verifier, self.watch
+        watch.current = RoundTimes()
+        before, known = list(verifier.lengths), list(emitter.lengths)
+        with watch.part("total"):
+            with watch.part("draft"):
+                tree = self._grow()
+            with watch.part("target"):
+                logits, features = verifier.verify(tree)
+            with watch.part("processors"):
+                choices = greedy_choices(logits) if emitter.greedy else None
+                paths, accepted = walk(tree, logits, emitter, choices)
+            self._keep_states(paths, before)
+            verifier.commit(paths)
+            with watch.part("draft"):
+                self._read_paths(features, paths, known, before)
+        self._count(tree, logits, paths, accepted, known)
+        verifier.outputs = None
+
+    def _grow(self) -> DraftTree:
+        roots = self.emitter.newest().to(self.verifier.target.device)
+        config, self._greedy = self._limited(), None
+        if config is None or (self.budget is not None and not self.budget.start_round()):
+            return DraftTree.root_only(roots)
+        tree = self.drafter.grow(roots, config, self.budget)
+        if self.trace is not None:
+            self._greedy = self.drafter.greedy_paths(roots, config.depth)
+        return tree
+
+    def _limited(self) -> TreeConfig | None:
+        """The tree that fits before the length limit, the target's positions and the cache; None for a bare root."""
+        emitter, verifier = self.emitter, self.verifier
+        active = [row for row in range(emitter.rows) if emitter.wants(row)]
+        room = self.config.max_length - min(emitter.lengths[row] for row in active) - 1
+        if self.limit is not None:
+            room = min(room, self.limit - max(verifier.lengths) - 1)
+        space = room_in(verifier.cache)
+        nodes = self.tree.total_tokens if space is None else min(self.tree.total_tokens, space - 1)
+        if room < 1 or nodes < 1:
+            return None
+        return self.tree.limited(room).at_most(nodes)
+
+    def _keep_states(self, paths: list[list[int]], lengths: list[int]) -> None:
+        outputs, size = self.verifier.outputs, self.verifier.size_of_round
+        if self.states is not None:
+            self.states.add_states(outputs.hidden_states, paths)
+        if self.attentions is not None:
+            self.attentions.set_size(size)
+            self.attentions.add_attentions(self.target, outputs.attentions, paths, lengths, max(lengths))
+
+    def _read_paths(
+        self, features: torch.Tensor | None, paths: list[list[int]], known: list[int], before: list[int]
+    ) -> None:
+        """Pairs of the accepted tokens: the true feature of each node of a path with the token emitted after it."""
+        emitter, verifier = self.emitter, self.verifier
+        if emitter.finished:
+            return
+        if emitter.rows == 1:
+            path = paths[0]
+            tokens = emitter.columns(known[0], emitter.lengths[0])
+            positions = self._positions(range(before[0], before[0] + len(path)))
+            self.drafter.read(None if features is None else features[:, path], tokens, positions)
+            return
+        most = max(len(path) for path in paths)
+        device = verifier.target.device
+        step = torch.arange(most, device=device)
+        counts, starts, columns = (
+            torch.tensor(values, device=device)[:, None] for values in ([len(p) for p in paths], before, known)
+        )
+        valid = step < counts
+        tokens = emitter.columns(0, max(emitter.lengths)).gather(
+            1, (columns + step).clamp(max=max(emitter.lengths) - 1).to(emitter.newest().device)
+        )
+        if features is not None:
+            table = torch.tensor([path + [0] * (most - len(path)) for path in paths], device=features.device)
+            features = features.gather(1, table[..., None].expand(-1, -1, features.shape[-1]))
+        self.drafter.read(features, tokens, starts + step - verifier.padding, valid)
+
+    def _count(
+        self, tree: DraftTree, logits: torch.Tensor, paths: list[list[int]], accepted: list[int], known: list[int]
+    ) -> None:
+        """Statistics, the budget's calibration, and what a recorder asked for."""
+        nodes = tree.tokens.shape[1] - 1
+        self.statistics.add_rounds([(n, len(p) > n) for n, p in zip(accepted, paths, strict=True) if p], nodes)
+        if self.budget is not None:
+            self.budget.observe(tree, paths)
+        if self.watch.on:
+            times = self.watch.current
+            times.nodes, times.depth, times.emitted = nodes, tree.max_depth, sum(len(p) for p in paths)
+            self.recorder.times.append(times)
+        if self.trace is not None:
+            rounds = trace_rounds(tree, logits, paths, self.emitter, known, self._greedy)
+            self.trace.extend(rounds)
+            self.recorder.rounds.extend(rounds)
+
+    # ------------------------------------------------------------------ result
+    def result(self) -> TreeDecodeOutput | torch.LongTensor:
+        """Stock's return value; with a dictionary asked for also counts and, if recorded, the rounds."""
+        emitter, verifier, config = self.emitter, self.verifier, self.config
+        sequences = emitter.sequences()
+        verifier.finish(sequences.shape[1] + self.offset - 1)
+        self.statistics.draft_forwards = self.drafter.forwards
+        if self.budget is not None:
+            self.statistics.plain_rounds = self.budget.plain_rounds
+        if not config.return_dict_in_generate:
+            return sequences
+        new = sequences.shape[1] - emitter.prompt_length
+        return TreeDecodeOutput(
+            sequences=sequences,
+            scores=emitter.per_token(emitter.scores),
+            logits=emitter.per_token(emitter.logits),
+            hidden_states=None if self.states is None else self.states.result(new),
+            attentions=None if self.attentions is None else self.attentions.result(new),
+            cache=verifier.cache,
+            statistics=self.statistics,
+            trace=self.trace,
+        )

@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tree decoding can be asked for. Level 4: every refusal happens here, before any forward."""
+"""What decoding with a draft can be asked for. Level 4: every refusal happens here, before any forward."""
 
 from __future__ import annotations
 
 import warnings
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from transformers import DynamicCache, GenerationConfig
-from transformers.cache_utils import DynamicLayer
+from transformers import GenerationConfig, LogitsProcessorList
 
 from gto_hf.drafts import DraftModel
-from gto_hf.target import check_tree_support, position_limit, rope_types, unwrap
+from gto_hf.target import Route, decoding_route, position_limit, rope_types, unwrap
+
+from .cache import prepare_cache
+from .processors import check_processors
 
 
 def as_draft(assistant: Any) -> DraftModel | None:
@@ -26,23 +29,21 @@ def as_draft(assistant: Any) -> DraftModel | None:
     return inner if isinstance(inner, DraftModel) else None
 
 
-def check_mode(target: nn.Module, draft: DraftModel, config: GenerationConfig) -> None:
+def check_mode(target: nn.Module, draft: DraftModel, config: GenerationConfig) -> Route:
     """
     Refuse generation modes and pairings, knowing no inputs yet.
 
+    Returns:
+        [`Route`]: Whether this target checks trees or chains.
+
     Raises:
-        ValueError: For beams, several return sequences, contrastive search, a recurrent or non-full-attention target,
-            or a draft that does not fit the target.
+        ValueError: For beams, contrastive search, a second way of drafting, a target that can check neither trees nor
+            chains, or a draft that does not fit the target.
     """
     if (config.num_beams or 1) > 1:
         raise ValueError(
-            f"Draft trees verify one sequence; `num_beams={config.num_beams}` is beam search. Set `num_beams=1`, or "
-            "call `generate` without `assistant_model`."
-        )
-    if (config.num_return_sequences or 1) > 1:
-        raise ValueError(
-            f"`num_return_sequences={config.num_return_sequences}` is a batch; draft trees decode one sequence at a "
-            "time. Call `generate` once per sequence."
+            f"Drafts are checked against one continuation per sequence; `num_beams={config.num_beams}` is beam search. Set "
+            "`num_beams=1`, or call `generate` without `assistant_model`."
         )
     if not config.do_sample and (config.penalty_alpha or 0) > 0:
         raise ValueError("Contrastive search (`penalty_alpha`) cannot use a draft. Unset it.")
@@ -52,58 +53,84 @@ def check_mode(target: nn.Module, draft: DraftModel, config: GenerationConfig) -
                 f"`{name}` asks for another way of drafting than `assistant_model`. Unset one of the two."
             )
     if config.use_cache is False:
-        raise ValueError(
-            "Draft trees need the target's KV cache; `use_cache=False` was given. Leave it at its default."
-        )
-    check_tree_support(target)
+        raise ValueError("Drafts need the target's KV cache; `use_cache=False` was given. Leave it at its default.")
+    route = decoding_route(target)
     draft.check_target(target)
+    return route
 
 
-def check_inputs(
-    target: nn.Module, input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
-) -> None:
+def prepare_request(
+    target: nn.Module,
+    draft: DraftModel,
+    input_ids: torch.Tensor,
+    config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    processors: LogitsProcessorList,
+) -> Route:
     """
-    Refuse inputs and outputs that the loop cannot serve.
+    Refuse what the loop cannot serve, and put a cache in `model_kwargs` that drafted tokens can be removed from.
+
+    Returns:
+        [`Route`]: Whether to draft trees or chains.
 
     Raises:
-        ValueError: For batches, embedding prompts, caches that cannot drop rows, sharded generation, positions of several
-            axes, texts across a `longrope` switch, and for `output_attentions` or `output_hidden_states`.
+        ValueError: As [`check_mode`]; for sharded generation, batches where only a chain is possible, guidance of a batch,
+            caches that cannot drop rows, and texts across a `longrope` switch.
     Warns:
-        If the text may grow past [`position_limit`]: from there on no trees are drafted.
+        If only a chain can be drafted, and if the text may grow past the draft's trained length or past
+        [`position_limit`].
     """
-    if input_ids.shape[0] > 1:
-        raise ValueError(
-            f"Draft trees decode one sequence at a time, got a batch of {input_ids.shape[0]}. Loop over the rows, or "
-            "call `generate` without `assistant_model`."
-        )
-    if input_ids.shape[1] == 0 or model_kwargs.get("inputs_embeds") is not None:
-        raise ValueError("Draft trees need the prompt's token ids: pass `input_ids`, not `inputs_embeds`.")
-    if model_kwargs.get("synced_gpus"):
-        raise ValueError("Draft trees do not run under ZeRO-3 or FSDP generation (`synced_gpus`).")
-    for name in ("output_attentions", "output_hidden_states"):
-        if model_kwargs.get(name) or (config.return_dict_in_generate and getattr(config, name)):
-            raise ValueError(f"`{name}=True` is not available with draft trees. Unset it, or omit `assistant_model`.")
-    positions = model_kwargs.get("position_ids")
-    if positions is None or positions.ndim != 2:
-        found = "none" if positions is None else f"shape {tuple(positions.shape)}"
-        raise ValueError(
-            f"Draft trees need one position per token (`position_ids` of shape (1, length)), this target uses {found}. "
-            "Call `generate` without `assistant_model`."
-        )
-    limit = position_limit(target)
-    if limit is not None and config.max_length > limit:
+    route = check_mode(target, draft, config)
+    if model_kwargs.pop("synced_gpus", None):
+        raise ValueError("Drafts do not run under ZeRO-3 or FSDP generation (`synced_gpus`).")
+    embeds = model_kwargs.get("inputs_embeds")
+    rows, prompt = input_ids.shape[0], max(input_ids.shape[1], 0 if embeds is None else embeds.shape[1])
+    if prompt == 0:
+        raise ValueError("The prompt is empty: a draft needs at least one token to go on from.")
+    if route.kind == "chain":
+        if rows > 1:
+            raise ValueError(
+                f"{route.reason}; the {rows} rows of a batch would need different pasts. Loop over the rows, or call "
+                "`generate` without `assistant_model`."
+            )
+        warn_once(target, f"{route.reason}, so a chain is drafted instead of a tree; the text is the same.")
+    check_processors(processors, rows)
+    _check_lengths(target, draft, config, 0 if input_ids.shape[1] else prompt)
+    tree = draft.tree
+    nodes = tree.depth if route.kind == "chain" else tree.total_tokens
+    model_kwargs["cache"] = prepare_cache(target, model_kwargs.get("cache"), rows, nodes, chain=route.kind == "chain")
+    return route
+
+
+def _check_lengths(target: nn.Module, draft: DraftModel, config: GenerationConfig, embedded: int) -> None:
+    """Lengths at which positions change or a draft gets weak; `embedded` tokens are not counted by `max_length`."""
+    longest, limit = config.max_length + embedded, position_limit(target)
+    if limit is not None and longest > limit:
         if "longrope" in rope_types(target):
             raise ValueError(
                 f"This target changes its rotary frequencies at {limit} tokens (`longrope`), and the text may grow to "
-                f"{config.max_length}. Keep `max_length` at or below {limit}, or omit `assistant_model`."
+                f"{longest}. Keep `max_length` at or below {limit}, or omit `assistant_model`."
             )
         warnings.warn(
-            f"The text may grow to {config.max_length} tokens; the target's positions end or change at {limit}, and no "
-            "trees are drafted past that."
+            f"The text may grow to {longest} tokens; the target's positions end or change at {limit}, and nothing is "
+            "drafted past that."
         )
-    cache = model_kwargs.get("cache")
-    if not isinstance(cache, DynamicCache) or any(type(layer) is not DynamicLayer for layer in cache.layers):
-        raise ValueError(
-            f"Draft trees need a cache that can drop rejected rows, a plain `DynamicCache`; got {type(cache).__name__}. "
-            "Leave `cache_implementation` unset."
+    trained = draft.config.trained_length
+    if trained is not None and longest > trained:
+        warn_once(
+            draft,
+            f"The text may grow to {longest} tokens; this draft was trained on up to {trained}. The text stays right, the "
+            "acceptance length falls the further it goes.",
         )
+
+
+_warned: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
+
+
+def warn_once(about: nn.Module, message: str) -> None:
+    """Warn, once for every model it is about."""
+    said = _warned.setdefault(about, set())
+    kind = message.split(";")[0].translate(str.maketrans("", "", "0123456789"))
+    if kind not in said:
+        said.add(kind)
+        warnings.warn(message)

@@ -16,13 +16,14 @@ class DecodingStatistics:
 
     Attributes:
         emitted_tokens (`int`): New tokens, prefill's first one included.
-        rounds (`int`): Tree rounds, the last (possibly cut) one included.
+        rounds (`int`): Tree rounds, counted per sequence, the last (possibly cut) one included.
         accepted_histogram (`list[int]`): Entry `i` counts rounds that emitted `i` drafted tokens.
         bonus_tokens (`int`): Tokens the target added at the end of a round.
-        drafted_tokens (`int`): Tree nodes that the target checked.
-        target_forwards (`int`): `rounds` plus one prefill per run.
+        drafted_tokens (`int`): Tree nodes that the target checked, over all sequences.
+        target_forwards (`int`): One per prefill and one per round of a whole batch.
         draft_forwards (`int`): Forwards of the draft, reading accepted tokens included.
-        runs (`int`): `generate` calls.
+        plain_rounds (`int`): Rounds in which an automatic tree stayed empty because none was worth its time.
+        runs (`int`): Sequences decoded: rows of all `generate` calls.
     """
 
     emitted_tokens: int = 0
@@ -32,17 +33,31 @@ class DecodingStatistics:
     drafted_tokens: int = 0
     target_forwards: int = 0
     draft_forwards: int = 0
+    plain_rounds: int = 0
     runs: int = 0
 
-    def add_round(self, accepted: int, bonus: bool, drafted: int) -> None:
-        """Count one round that emitted `accepted` of `drafted` drafted tokens, and a bonus token or not."""
-        missing = accepted + 1 - len(self.accepted_histogram)
-        self.accepted_histogram.extend([0] * missing)
-        self.accepted_histogram[accepted] += 1
-        self.rounds += 1
-        self.bonus_tokens += bonus
-        self.emitted_tokens += accepted + bonus
-        self.drafted_tokens += drafted
+    def start(self, rows: int) -> None:
+        """Count a prefill that emitted the first token of `rows` sequences."""
+        self.runs += rows
+        self.emitted_tokens += rows
+        self.target_forwards += 1
+
+    def add_rounds(self, rows: list[tuple[int, bool]], drafted: int) -> None:
+        """
+        Count one target forward.
+
+        Args:
+            rows (`list[tuple[int, bool]]`): Per sequence that was not done: drafted tokens emitted, and whether a bonus token
+                followed. drafted (`int`): Nodes checked per sequence.
+        """
+        for accepted, bonus in rows:
+            missing = accepted + 1 - len(self.accepted_histogram)
+            self.accepted_histogram.extend([0] * missing)
+            self.accepted_histogram[accepted] += 1
+            self.rounds += 1
+            self.bonus_tokens += bonus
+            self.emitted_tokens += accepted + bonus
+            self.drafted_tokens += drafted
         self.target_forwards += 1
 
     @property

@@ -26,8 +26,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
 
-from gto_hf.target import embed_raw, fingerprint, unwrap
-from gto_hf.tree import TreeConfig
+from gto_hf.target import embed_raw, embedding_scale, fingerprint, unwrap
+from gto_hf.tree import CostCurve, TreeConfig
 
 from .attention import KeyValues
 from .config import DraftConfig, check_tree
@@ -79,11 +79,15 @@ class DraftModel(PreTrainedModel):
     accepts_loss_kwargs = False
     _supports_sdpa = True
 
+    # Whether the draft reads the target's features; one that does not reads the text from its first token on.
+    reads_features = True
+
     config: DraftConfig
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__(config)
         self._borrowed = _Borrowed()
+        self.costs: CostCurve | None = None  # set to decide what an automatic tree reckons with; else it is measured
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
         self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
         if config.own_embeddings:
@@ -111,6 +115,7 @@ class DraftModel(PreTrainedModel):
         past_mask: torch.Tensor,
         nodes: list[KeyValues] | None = None,
         node_mask: torch.Tensor | None = None,
+        embeddings: torch.Tensor | None = None,
     ) -> DraftOutput:
         """
         Run the draft's layers on new pairs of a prefix, or on tree nodes. Writes no cache.
@@ -124,6 +129,7 @@ class DraftModel(PreTrainedModel):
             past_mask (`torch.BoolTensor`): `(P, F, T + F)` for a prefix, `(R, T)` for nodes; true = visible.
             nodes (`list[KeyValues]`, *optional*): Nodes so far, `(R, h_kv, S - F, d)` per layer.
             node_mask (`torch.BoolTensor` of shape `(R, F, S)`, *optional*): Given for nodes only.
+            embeddings (`torch.FloatTensor` of shape `(rows, F, H)`, *optional*): In place of those of `input_ids`.
         """
         raise NotImplementedError
 
@@ -134,13 +140,21 @@ class DraftModel(PreTrainedModel):
     # ------------------------------------------------------------------ tree
     @property
     def tree(self) -> TreeConfig:
-        """The tree this draft decodes with; assign a [`TreeConfig`] to change it. Saved in the config."""
+        """
+        The tree this draft decodes with; assign a [`TreeConfig`] to change it. Saved in the config.
+
+        `draft.tree = "auto"` chooses size and depth in every round, by what pays on this machine.
+        """
         return TreeConfig(**self.config.tree)
 
     @tree.setter
-    def tree(self, value: TreeConfig) -> None:
+    def tree(self, value: TreeConfig | str) -> None:
+        if value == "auto":
+            limits, width = TreeConfig(), min(TreeConfig().top_k, self.config.draft_vocab_size)
+            most = width + (limits.depth - 1) * width**2
+            value = TreeConfig(limits.depth, width, min(limits.total_tokens, most), auto=True)
         if not isinstance(value, TreeConfig):
-            raise TypeError(f"`draft.tree` takes a TreeConfig, got {type(value).__name__}.")
+            raise TypeError(f'`draft.tree` takes a TreeConfig or "auto", got {value!r}.')
         check_tree(value, self.config.draft_vocab_size)
         self.config.tree = value.to_dict()
 
@@ -246,6 +260,17 @@ class DraftModel(PreTrainedModel):
         if self._borrowed.module is None:
             raise ValueError("This draft borrows its target's embedding: call `draft.attach(target)` first.")
         return embed_raw(self._borrowed.module, input_ids).to(self.device, self.dtype)
+
+    def prompt_embeddings(self, inputs_embeds: torch.Tensor) -> torch.Tensor | None:
+        """
+        What stands for the token embeddings of a prompt that `generate` got as `inputs_embeds` `(B, L, Ht)`.
+
+        None if the draft has an embedding of its own: the target's mean nothing to it.
+        """
+        if self.config.own_embeddings or not self.reads_features:
+            return None
+        scale = embedding_scale(self._borrowed.module)
+        return inputs_embeds.to(self.device, self.dtype) / scale
 
     def get_input_embeddings(self) -> nn.Module | None:
         """The draft's own embedding; None when it borrows the target's."""

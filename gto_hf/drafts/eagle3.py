@@ -76,9 +76,10 @@ class Eagle3Draft(DraftModel):
         past_mask: torch.Tensor,
         nodes: list[KeyValues] | None = None,
         node_mask: torch.Tensor | None = None,
+        embeddings: torch.Tensor | None = None,
     ) -> DraftOutput:
         """See [`DraftModel.forward`]."""
-        embeddings = self.embed(input_ids)
+        embeddings = self.embed(input_ids) if embeddings is None else embeddings
         rotary = self.rotary_emb(embeddings, position_ids)
         past_layer = past[0] if past else None
         nodes_layer = nodes[0] if nodes else None

@@ -31,20 +31,23 @@ class DraftPrefix:
 
     def extend(
         self,
-        target_features: torch.Tensor,
+        target_features: torch.Tensor | None,
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
         valid: torch.Tensor | None = None,
+        *,
+        embeddings: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """
         Append pairs: the target's feature at a position with the token after it.
 
         Args:
             target_features (`torch.FloatTensor` of shape `(P, F, len(feature_layers) * Ht)`): Features at positions
-                `j`.
+                `j`; None for drafts that read none.
             input_ids (`torch.LongTensor` of shape `(P, F)`): Tokens at `j + 1`.
             position_ids (`torch.LongTensor` of shape `(P, F)`): The positions `j`.
             valid (`torch.BoolTensor` of shape `(P, F)`, *optional*): False for padding.
+            embeddings (`torch.FloatTensor` of shape `(P, F, H)`, *optional*): In place of the tokens'.
 
         Returns:
             `torch.FloatTensor` of shape `(P, F, H)`: The draft's outputs; the last one proposes the next token.
@@ -57,12 +60,29 @@ class DraftPrefix:
         self.valid = valid if self.valid is None else torch.cat([self.valid, valid], dim=1)
         causal = torch.ones(width, past + width, dtype=torch.bool, device=device).tril(past)
         mask = causal & self.valid[:, None]
-        output = self.draft(input_ids, self.draft.fuse(target_features), position_ids, self.key_values, mask)
+        features = None if target_features is None else self.draft.fuse(target_features)
+        known = {} if embeddings is None else {"embeddings": embeddings.to(device, self.draft.dtype)}
+        output = self.draft(input_ids, features, position_ids, self.key_values, mask, **known)
         if self.key_values is None:
             self.key_values = output.key_values
         else:
             self.key_values = [append(old, new) for old, new in zip(self.key_values, output.key_values, strict=True)]
         return output.features
+
+    def drop_holes(self) -> None:
+        """Close the gaps that rows of different growth leave, once they make up a third of the columns."""
+        counts = self.valid.sum(1)
+        longest = int(counts.max())
+        if 3 * longest > 2 * self.valid.shape[1]:
+            return
+        # Keys carry their positions, so a column may move; padding goes to the end.
+        order = (~self.valid).long().argsort(1, stable=True)[:, :longest]
+        self.valid = self.valid.gather(1, order)
+        index = order[:, None, :, None]
+        self.key_values = [
+            tuple(x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[-1])) for x in layer)
+            for layer in self.key_values
+        ]
 
 
 class NodeSteps:

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import DynamicCache
+
+from gto_hf.target import boundary_features, has_windows
 
 from .sequences import Sequences
 
@@ -58,11 +61,13 @@ def read_target(
         "output_hidden_states": list(feature_layers),
         "use_cache": use_cache,
     }
+    if use_cache and has_windows(target):
+        inputs["cache"] = DynamicCache()  # without a config: layers with a window must not evict what trees will see
     narrow = target._supports_logits_to_keep()
     if narrow:
         inputs["logits_to_keep"] = torch.arange(first, last, device=input_ids.device)
     output = target(**inputs)
-    features = torch.cat([output.hidden_states[i].to(input_ids.device) for i in feature_layers], dim=-1)
+    features = boundary_features(output.hidden_states, list(feature_layers)).to(input_ids.device)
     return TargetReading(
         sequences=Sequences(input_ids, features, attention_mask.bool(), position_ids),
         logits=output.logits if narrow else output.logits[:, first:last],

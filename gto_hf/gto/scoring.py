@@ -85,6 +85,7 @@ def score_trees(
             (root_positions[:, some, None] + depths[:, some, 1:]).flatten(1),
             visible[:, some],
             ancestors[:, some],
+            position_ids,
         ).view(batch, count, size, -1)
         chunk_log_probs, chunk_choices = _read(
             logits, root_logits[:, some], tokens[:, some], parents[:, some], temperature, sample
@@ -108,6 +109,7 @@ def _forward(
     positions: torch.Tensor,
     visible: torch.Tensor,
     ancestors: torch.Tensor,
+    sequence_positions: torch.Tensor,
 ) -> torch.Tensor:
     """Logits `(B, c * N, V)` of `c` whole trees per sequence; `visible` `(B, c, T)`, `ancestors` `(B, c, N, N)`."""
     batch, count, size, _ = ancestors.shape
@@ -116,12 +118,13 @@ def _forward(
     index = torch.arange(count, device=tokens.device)
     to_nodes[:, index, :, index] = ancestors.transpose(0, 1)
     mask = torch.cat([to_sequence, to_nodes.view(batch, count * size, count * size)], dim=-1)
+    keys = torch.cat([sequence_positions, positions], dim=-1)
     # The target's own dtype, as when it read the sequences: mixed precision is the draft's.
     with torch.autocast(tokens.device.type, enabled=False):
         output = target(
             input_ids=tokens,
             position_ids=positions,
-            attention_mask=backend_mask(target, mask, target.dtype),
+            attention_mask=backend_mask(target, mask, target.dtype, positions, keys),
             cache=cache,
             use_cache=True,
         )

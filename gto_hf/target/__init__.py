@@ -2,8 +2,10 @@
 """An unchanged target as seen by drafts, decoding and training (level 1)."""
 
 from .describe import (
+    boundary_features,
     default_feature_layers,
     embed_raw,
+    embedding_scale,
     final_norm_scale,
     fingerprint,
     is_hub_id,
@@ -12,19 +14,30 @@ from .describe import (
     text_config,
     unwrap,
 )
-from .masks import backend_mask, check_tree_support
+from .masks import LayerKind, backend_form, backend_mask, layer_kinds, tree_attention, visible_by_kind
+from .routes import Route, check_tree_support, decoding_route, has_windows
 
 
 __all__ = [
+    "boundary_features",
+    "LayerKind",
+    "Route",
+    "backend_form",
     "backend_mask",
     "check_tree_support",
+    "decoding_route",
     "default_feature_layers",
     "embed_raw",
+    "embedding_scale",
     "final_norm_scale",
     "fingerprint",
+    "has_windows",
     "is_hub_id",
+    "layer_kinds",
     "position_limit",
     "rope_types",
     "text_config",
+    "tree_attention",
     "unwrap",
+    "visible_by_kind",
 ]

@@ -105,6 +105,19 @@ def default_feature_layers(num_hidden_layers: int) -> list[int]:
     return layers
 
 
+def boundary_features(hidden_states: tuple[torch.Tensor, ...], layers: list[int]) -> torch.Tensor:
+    """
+    The boundaries a draft reads, concatenated low to high and gathered on one device: `(B, F, len(layers) * H)`.
+
+    Args:
+        hidden_states (`tuple[torch.Tensor]`): As a target returns them, each `(B, F, H)`. Targets with parallel streams
+            (Gemma 3n) give `(streams, B, F, H)`; the first one carries the text.
+        layers (`list[int]`): Indices into them.
+    """
+    states = [hidden_states[i] if hidden_states[i].ndim == 3 else hidden_states[i][0] for i in layers]
+    return torch.cat([s.to(states[-1].device) for s in states], dim=-1)
+
+
 def embed_raw(embedding: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
     """
     Rows of an embedding as stored. Some targets (Gemma) scale inside the module; published drafts read the raw rows.
@@ -113,6 +126,17 @@ def embed_raw(embedding: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
     if type(embedding).forward is nn.Embedding.forward:
         return embedding(input_ids)  # as a module, so that sharding hooks see the call
     return F.embedding(input_ids, embedding.weight)
+
+
+def embedding_scale(embedding: nn.Module) -> float:
+    """Factor between what an embedding module returns and its stored rows (Gemma's is not 1)."""
+    if type(embedding).forward is nn.Embedding.forward:
+        return 1.0
+    with torch.no_grad():
+        row = torch.arange(min(8, len(embedding.weight)), device=embedding.weight.device)[None]  # one may be zero
+        made, raw = embedding(row).float(), F.embedding(row, embedding.weight).float()
+    norm = float(raw.norm())
+    return float(made.norm()) / norm if norm > 0 else 1.0
 
 
 def final_norm_scale(target: PreTrainedModel) -> torch.Tensor | None:

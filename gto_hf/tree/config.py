@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,9 @@ class TreeConfig:
             Children of every expanded node and expanded nodes of every level. `1` gives a chain.
         total_tokens (`int`, *optional*, defaults to `60`):
             Drafted nodes that the target checks in one forward, root excluded.
+        auto (`bool`, *optional*, defaults to `False`):
+            Take the numbers as upper limits and choose depth and size anew in every round, by what pays on this machine
+            (see [`Budget`]). Training takes the numbers as they are.
 
     Raises:
         ValueError: If a number is not a positive integer, or if `total_tokens` is more than the
@@ -30,6 +33,7 @@ class TreeConfig:
     depth: int = 8
     top_k: int = 10
     total_tokens: int = 60
+    auto: bool = False
 
     def __post_init__(self) -> None:
         for name in ("depth", "top_k", "total_tokens"):
@@ -53,8 +57,17 @@ class TreeConfig:
         if depth >= self.depth:
             return self
         capacity = self.top_k + (depth - 1) * self.top_k**2
-        return TreeConfig(depth=depth, top_k=self.top_k, total_tokens=min(self.total_tokens, capacity))
+        return replace(self, depth=depth, total_tokens=min(self.total_tokens, capacity))
+
+    def at_most(self, nodes: int) -> TreeConfig:
+        """The same tree with no more than `nodes >= 1` nodes."""
+        return self if nodes >= self.total_tokens else replace(self, total_tokens=nodes)
+
+    def chain(self) -> TreeConfig:
+        """One path of the same depth, for targets that check no trees."""
+        return replace(self, top_k=1, total_tokens=self.depth)
 
     def to_dict(self) -> dict[str, int]:
         """Plain dictionary, as stored under `tree` in a draft's `config.json`."""
-        return asdict(self)
+        fields = asdict(self)
+        return fields if self.auto else {k: v for k, v in fields.items() if k != "auto"}

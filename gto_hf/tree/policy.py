@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -37,6 +38,16 @@ class Expansion:
 # (tokens (R, F), features (R, F, H), ancestors (R, F, S), depth of these tokens) -> Expansion of these F nodes.
 # S counts all nodes expanded so far, these F last; `ancestors` is true for a node itself and its ancestors.
 Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], Expansion]
+
+
+class Growth(Protocol):
+    """Decides while a tree grows how large it shall be, within the limits of its [`TreeConfig`]."""
+
+    def deeper(self, levels: list[torch.Tensor]) -> bool:
+        """Whether to draft one more level, from the path log-probabilities `(R, n)` of each level so far."""
+
+    def nodes(self, levels: list[torch.Tensor]) -> int:
+        """How many of these nodes to keep; 0 for none."""
 
 
 def stable_topk(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,7 +87,9 @@ def _refuse_nan(scores: torch.Tensor) -> None:
         )
 
 
-def grow_trees(step: Step, root_tokens: torch.Tensor, root: Expansion, config: TreeConfig) -> DraftTree:
+def grow_trees(
+    step: Step, root_tokens: torch.Tensor, root: Expansion, config: TreeConfig, growth: Growth | None = None
+) -> DraftTree:
     """
     Grow one draft tree per root, all roots together, one draft forward per level.
 
@@ -91,9 +104,10 @@ def grow_trees(step: Step, root_tokens: torch.Tensor, root: Expansion, config: T
         root_tokens (`torch.LongTensor` of shape `(R,)`): The last known token of each prefix.
         root ([`Expansion`] with `F = 1`): The draft's output at the roots.
         config ([`TreeConfig`]): Depth, branching and size.
+        growth ([`Growth`], *optional*): Stops earlier and keeps fewer nodes than `config` allows, the same for all trees.
 
     Returns:
-        [`DraftTree`] of `R` trees with `config.total_tokens` nodes each.
+        [`DraftTree`] of `R` trees with `config.total_tokens` nodes each, or as many as `growth` says.
 
     Raises:
         ValueError: If the draft's log-probabilities contain NaN, or `root` does not hold `top_k` children.
@@ -110,6 +124,8 @@ def grow_trees(step: Step, root_tokens: torch.Tensor, root: Expansion, config: T
     ancestors = itself
     first = 1 + k
     for depth in range(1, config.depth):
+        if growth is not None and not growth.deeper(all_scores):
+            break
         children = step(tokens, features, ancestors, depth)
         child_scores = (scores[..., None] + children.log_probs).flatten(1)  # (R, k * k)
         child_tokens = children.tokens.flatten(1)
@@ -126,7 +142,11 @@ def grow_trees(step: Step, root_tokens: torch.Tensor, root: Expansion, config: T
         ancestors = ancestors.gather(1, parent[..., None].expand(-1, -1, ancestors.shape[-1]))
         ancestors = torch.cat([ancestors, itself], dim=-1)
         first += k * k
-    return _prune(root_tokens, torch.cat(all_scores, 1), torch.cat(all_tokens, 1), torch.cat(all_parents, 1), config)
+    total = config.total_tokens if growth is None else growth.nodes(all_scores)
+    if total < 1:
+        return DraftTree.root_only(root_tokens)
+    candidates = (torch.cat(part, 1) for part in (all_scores, all_tokens, all_parents))
+    return _prune(root_tokens, *candidates, total, config.depth)
 
 
 def _prune(
@@ -134,21 +154,22 @@ def _prune(
     scores: torch.Tensor,
     tokens: torch.Tensor,
     parents: torch.Tensor,
-    config: TreeConfig,
+    total: int,
+    depth: int,
 ) -> DraftTree:
-    """Keep the best `total_tokens` of the candidates (all `(R, C)`; parents count from 1, 0 is the root)."""
+    """Keep the best `total` of the candidates (all `(R, C)`; parents count from 1, 0 is the root)."""
     _refuse_nan(scores)
     rows, candidates = scores.shape
-    kept = stable_topk(scores, config.total_tokens)[1].sort(dim=1).values
+    kept = stable_topk(scores, total)[1].sort(dim=1).values
     column = torch.zeros(rows, candidates + 1, dtype=torch.long, device=scores.device)
-    numbers = torch.arange(1, config.total_tokens + 1, device=scores.device).expand(rows, -1)
+    numbers = torch.arange(1, total + 1, device=scores.device).expand(rows, -1)
     column.scatter_(1, kept + 1, numbers)
     parents = column.gather(1, parents.gather(1, kept))
     parents = torch.cat([torch.zeros_like(parents[:, :1]), parents], dim=1)
     depths = torch.zeros_like(parents)
     # Parents stand before children, so following every parent pointer `depth` times reaches the root.
-    ancestor = torch.arange(config.total_tokens + 1, device=scores.device).expand(rows, -1)
-    for _ in range(config.depth):
+    ancestor = torch.arange(total + 1, device=scores.device).expand(rows, -1)
+    for _ in range(depth):
         depths += ancestor != 0
         ancestor = parents.gather(1, ancestor)
     return DraftTree(

@@ -39,6 +39,23 @@ class DraftTree:
         """The same trees on another device."""
         return DraftTree(*(t.to(device) for t in (self.tokens, self.parents, self.depths, self.scores)))
 
+    def rows(self, index: list[int]) -> DraftTree:
+        """Some of the trees."""
+        return DraftTree(*(t[index] for t in (self.tokens, self.parents, self.depths, self.scores)))
+
+    def padded(self, size: int) -> DraftTree:
+        """The same trees with `size` columns: the new ones are children of the root that repeat its token."""
+        rows, missing = self.tokens.shape[0], size - self.tokens.shape[1]
+        if missing <= 0:
+            return self
+        zeros = self.parents.new_zeros(rows, missing)
+        return DraftTree(
+            torch.cat([self.tokens, self.tokens[:, :1].expand(rows, missing)], dim=1),
+            torch.cat([self.parents, zeros], dim=1),
+            torch.cat([self.depths, zeros + 1], dim=1),
+            torch.cat([self.scores, torch.full_like(zeros, -torch.inf, dtype=self.scores.dtype)], dim=1),
+        )
+
     @property
     def max_depth(self) -> int:
         """Deepest level that any of the trees reaches, in tokens."""

@@ -25,7 +25,7 @@ def counts(*rounds):
     """Statistics of a run with the given (accepted, bonus) rounds."""
     s = DecodingStatistics(runs=1, target_forwards=1, emitted_tokens=1)
     for accepted, bonus in rounds:
-        s.add_round(accepted, bonus, 10)
+        s.add_rounds([(accepted, bonus)], 10)
     return s
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from gto_hf import TreeConfig
-from gto_hf.decoding import DecodingStatistics, loop
+from gto_hf.decoding import DecodingStatistics
+from gto_hf.decoding.drafter import Drafter
 from gto_hf.gto import (
     SequencePrefix,
     draft_forward,
@@ -85,19 +86,19 @@ def test_the_training_tree_is_the_decoding_tree(trained):
     target, draft, prompts = trained
     kwargs = {"attention_mask": torch.ones_like(prompts[:1]), "eos_token_id": None, "do_sample": False}
     drafted = []
-    original = loop._Drafter.grow
+    original = Drafter.grow
 
-    def grow(self, root_token, room):
-        tree = original(self, root_token, room)
-        if room >= draft.tree.depth:  # the last trees before the limit are smaller
+    def grow(self, root_tokens, config, growth=None):
+        tree = original(self, root_tokens, config, growth)
+        if config == draft.tree:  # the last trees before the limit are smaller
             drafted.append((self.prefix.valid.shape[1], tree))  # the root stands at slot = number of pairs
         return tree
 
-    loop._Drafter.grow = grow
+    Drafter.grow = grow
     try:
         text = target.generate(prompts[:1], assistant_model=draft, max_new_tokens=40, **kwargs)
     finally:
-        loop._Drafter.grow = original
+        Drafter.grow = original
     assert len(drafted) >= 3
     with torch.no_grad():
         reading = read_target(
@@ -241,14 +242,14 @@ def test_expected_acceptance_equals_the_mean_of_sampled_decodes(monkeypatch):
     draft = tiny_draft(target, vocab=60, tree=TREE)
     prompt, first, draws = torch.randint(3, 60, (1, 8)), 20, 1500
     accepted = []
-    original = DecodingStatistics.add_round
+    original = DecodingStatistics.add_rounds
 
-    def add_round(self, count, bonus, drafted):
+    def add_rounds(self, rows, drafted):
         if self.rounds == 0:
-            accepted.append(count)
-        original(self, count, bonus, drafted)
+            accepted.append(rows[0][0])
+        original(self, rows, drafted)
 
-    monkeypatch.setattr(DecodingStatistics, "add_round", add_round)
+    monkeypatch.setattr(DecodingStatistics, "add_rounds", add_rounds)
     for seed in range(draws):
         torch.manual_seed(seed)
         target.generate(
