@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .checkpoints import AutoDraft
 from .decoding import DecodingStatistics, TreeDecodeOutput, TreeDecoder, install, uninstall
-from .drafts import DraftCheckpointError, DraftConfig, DraftModel, Eagle3Draft, count_tokens
+from .drafts import CausalLMDraft, DraftCheckpointError, DraftConfig, DraftModel, Eagle3Draft, count_tokens
 from .tree import TreeConfig
 
 
@@ -21,6 +21,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AutoDraft",
+    "CausalLMDraft",
     "DecodingStatistics",
     "DraftCheckpointError",
     "DraftConfig",

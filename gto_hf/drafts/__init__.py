@@ -4,6 +4,7 @@
 from transformers import AutoConfig, AutoModel
 
 from .base import DraftCheckpointError, DraftModel, DraftOutput, check_loaded, check_values, reference_copy
+from .causal_lm import CausalLMDraft
 from .config import DraftConfig, check_tree
 from .eagle3 import Eagle3Draft
 from .prefix import DraftPrefix, NodeSteps
@@ -11,12 +12,13 @@ from .vocab import check_vocab_buffers, choose_draft_vocab, count_tokens, vocab_
 
 
 # A new architecture is one file, one line here and one row in the contract tests.
-DRAFTS: dict[str, type[DraftModel]] = {"eagle3": Eagle3Draft}
+DRAFTS: dict[str, type[DraftModel]] = {"eagle3": Eagle3Draft, "causal_lm": CausalLMDraft}
 
 AutoConfig.register(DraftConfig.model_type, DraftConfig, exist_ok=True)
 AutoModel.register(DraftConfig, Eagle3Draft, exist_ok=True)
 
 __all__ = [
+    "CausalLMDraft",
     "DRAFTS",
     "DraftCheckpointError",
     "DraftConfig",

@@ -36,6 +36,8 @@ class DraftConfig(LlamaConfig):
             rotary angles are computed on the fly and have no limit of their own.
         tree (`dict`, *optional*):
             The decoding tree, as [`TreeConfig.to_dict`] gives it.
+        lm (`dict`, *optional*):
+            Config of the language model inside a `causal_lm` draft, `model_type` included.
         target (`dict`, *optional*):
             Fingerprint of the target the draft was made for: `name_or_path`, `revision`, `model_type`, `hidden_size`,
             `num_hidden_layers`, `vocab_size`, `quantization`.
@@ -53,6 +55,7 @@ class DraftConfig(LlamaConfig):
     own_embeddings: bool = False
     trained_length: int | None = None
     tree: dict[str, int] | None = None
+    lm: dict[str, Any] | None = None
     target: dict[str, Any] | None = None
     format_version: int = FORMAT_VERSION
     num_hidden_layers: int = 1
@@ -79,7 +82,10 @@ class DraftConfig(LlamaConfig):
                 f"This draft was saved with `format_version={self.format_version}`; this gto-hf reads up to "
                 f"{FORMAT_VERSION}. Upgrade gto-hf."
             )
-        if self.num_hidden_layers != 1:
+        if self.draft_type == "causal_lm":
+            if not self.lm:
+                raise ValueError("A `causal_lm` draft needs the config of its model (`lm`).")
+        elif self.num_hidden_layers != 1:
             raise ValueError(f"An EAGLE-3 draft has one layer, but `num_hidden_layers={self.num_hidden_layers}`.")
         if not 0 < self.draft_vocab_size <= self.vocab_size:
             raise ValueError(
@@ -95,7 +101,7 @@ class DraftConfig(LlamaConfig):
                 f"A draft of width {self.hidden_size} cannot borrow the embedding of a target of width "
                 f"{self.target_hidden_size}. Set `own_embeddings=True`."
             )
-        if self.head_dim % 2:
+        if self.head_dim % 2 and self.draft_type != "causal_lm":
             raise ValueError(f"`head_dim={self.head_dim}` must be even for rotary embeddings.")
 
 

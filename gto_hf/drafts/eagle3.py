@@ -56,6 +56,8 @@ class Eagle3Draft(DraftModel):
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__(config)
+        if config.draft_type != "eagle3":
+            raise ValueError(f"This is a draft of type `{config.draft_type}`. Load it with `gto_hf.AutoDraft`.")
         self.fc = nn.Linear(len(config.feature_layers) * config.target_hidden_size, config.hidden_size, bias=False)
         self.midlayer = Eagle3Layer(config)
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)

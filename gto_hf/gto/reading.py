@@ -49,7 +49,7 @@ def read_target(
     Args:
         target (`PreTrainedModel`): Frozen causal LM.
         input_ids, attention_mask (`torch.LongTensor` of shape `(B, T)`): Batch.
-        feature_layers (`list[int]`): Indices into `hidden_states`.
+        feature_layers (`list[int]`): Indices into `hidden_states`; may be empty.
         first, last (`int`): Slots `first .. last - 1` whose logits are wanted; no others are computed.
         use_cache (`bool`): Keep keys and values, to hang trees on.
     """
@@ -58,16 +58,19 @@ def read_target(
         "input_ids": input_ids,
         "attention_mask": attention_mask,
         "position_ids": position_ids,
-        "output_hidden_states": list(feature_layers),
         "use_cache": use_cache,
     }
+    if feature_layers:
+        inputs["output_hidden_states"] = list(feature_layers)
     if use_cache and has_windows(target):
         inputs["cache"] = DynamicCache()  # without a config: layers with a window must not evict what trees will see
     narrow = target._supports_logits_to_keep()
     if narrow:
         inputs["logits_to_keep"] = torch.arange(first, last, device=input_ids.device)
     output = target(**inputs)
-    features = boundary_features(output.hidden_states, list(feature_layers)).to(input_ids.device)
+    features = output.logits.new_zeros(*input_ids.shape, 0)  # for drafts that read none
+    if feature_layers:
+        features = boundary_features(output.hidden_states, list(feature_layers)).to(input_ids.device)
     return TargetReading(
         sequences=Sequences(input_ids, features, attention_mask.bool(), position_ids),
         logits=output.logits if narrow else output.logits[:, first:last],

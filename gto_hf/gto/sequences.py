@@ -33,12 +33,19 @@ class SequencePrefix:
     """
     A draft's pass over whole sequences; roots anywhere in them can be stepped from.
 
-    The pair at slot `j` (feature `j`, token `j + 1`) belongs to the root at slot `j + 1`.
+    The pair at slot `j` (feature `j`, token `j + 1`) belongs to the root at slot `j + 1`. Drafts that read no features
+    read the first token as well: their columns are one ahead.
     """
 
     def __init__(self, draft: DraftModel, sequences: Sequences) -> None:
         self.sequences = sequences
         self.prefix = DraftPrefix(draft)
+        self._first = 1 if draft.reads_features else 0  # slot of the root that column 0 belongs to
+        if not draft.reads_features:
+            self.outputs = self.prefix.extend(
+                None, sequences.input_ids, sequences.position_ids - 1, sequences.valid
+            )
+            return
         self.outputs = self.prefix.extend(
             sequences.features[:, :-1],
             sequences.input_ids[:, 1:],
@@ -51,12 +58,12 @@ class SequencePrefix:
         Steps below roots at slots `(B, n)` (each >= 1), and the draft's outputs there `(B * n, H)`.
         """
         batch, count = roots.shape
-        pairs = roots - 1
+        pairs = roots - self._first
         width = self.outputs.shape[-1]
         features = self.outputs.gather(1, pairs[..., None].expand(-1, -1, width)).flatten(0, 1)
         length = self.outputs.shape[1]
         visible = self.prefix.valid[:, None] & (torch.arange(length, device=roots.device) <= pairs[..., None])
-        positions = self.sequences.position_ids.gather(1, pairs).flatten()
+        positions = self.sequences.position_ids.gather(1, roots - 1).flatten()
         return NodeSteps(self.prefix, positions, visible.view(batch * count, length)), features
 
     def grow(self, roots: torch.Tensor, config: TreeConfig) -> DraftTree:

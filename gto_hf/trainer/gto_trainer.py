@@ -160,7 +160,8 @@ class GTOTrainer(SFTTrainer):
             raise ValueError(
                 f"`tree_top_k={self.tree.top_k}` is more than the draft's vocabulary of {draft.config.draft_vocab_size}."
             )
-        self.ttt_steps = args.ttt_steps or self.tree.depth
+        # A draft that feeds on its own outputs is taught several steps; a language model reads text either way.
+        self.ttt_steps = args.ttt_steps or (self.tree.depth if draft.reads_features else 1)
         check_target_for_training(self.target_model, self.tree, args)
 
         # Reference
