@@ -3,18 +3,27 @@
 Group Tree Optimization for Hugging Face: train draft models for the tree they decode with.
 
 Importing this package lets `generate` take a draft as `assistant_model` (see [`gto_hf.decoding.hook`]); `uninstall()`
-undoes that. The trainer is imported on first use, so decoding needs no trl.
+undoes that. The trainer and the evaluation are imported on first use, so decoding needs no trl.
 """
 
 from typing import TYPE_CHECKING, Any
 
 from .checkpoints import AutoDraft
-from .decoding import DecodingStatistics, TreeDecodeOutput, TreeDecoder, install, uninstall
+from .decoding import (
+    DecodingStatistics,
+    RoundTrace,
+    TreeDecodeOutput,
+    TreeDecoder,
+    install,
+    record_rounds,
+    uninstall,
+)
 from .drafts import CausalLMDraft, DraftCheckpointError, DraftConfig, DraftModel, Eagle3Draft, count_tokens
-from .tree import TreeConfig
+from .tree import CostCurve, TreeConfig
 
 
 if TYPE_CHECKING:
+    from .evaluation import check, draw_tree, misalignment, verify_lossless
     from .trainer import GTOConfig, GTOTrainer
 
 __version__ = "0.1.0"
@@ -22,6 +31,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AutoDraft",
     "CausalLMDraft",
+    "CostCurve",
     "DecodingStatistics",
     "DraftCheckpointError",
     "DraftConfig",
@@ -29,12 +39,18 @@ __all__ = [
     "Eagle3Draft",
     "GTOConfig",
     "GTOTrainer",
+    "RoundTrace",
     "TreeConfig",
     "TreeDecodeOutput",
     "TreeDecoder",
+    "check",
     "count_tokens",
+    "draw_tree",
     "install",
+    "misalignment",
+    "record_rounds",
     "uninstall",
+    "verify_lossless",
 ]
 
 install()
@@ -45,4 +61,8 @@ def __getattr__(name: str) -> Any:
         from . import trainer
 
         return getattr(trainer, name)
+    if name in ("check", "draw_tree", "misalignment", "verify_lossless"):
+        from . import evaluation
+
+        return getattr(evaluation, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,23 +16,34 @@ def main(argv: list[str] | None = None) -> int:
     """
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(prog="gto-hf", description="Train draft models and measure what they save.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{train,eval,version}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{train,eval,bench,check,draw,version}")
     commands.add_parser("train", help="train a draft with GTOTrainer (options: gto-hf train --help)", add_help=False)
     evaluate = commands.add_parser(
         "eval",
         help="acceptance length and speed-up of drafts against plain generate",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
+    defaults = {"formatter_class": argparse.ArgumentDefaultsHelpFormatter}
+    bench = commands.add_parser(
+        "bench", help="speed of trees, chains and plain generate, and what limits it", **defaults
+    )
+    check = commands.add_parser("check", help="test a target and a draft on this machine", **defaults)
+    draw = commands.add_parser("draw", help="draw a tree that a draft proposed", **defaults)
     commands.add_parser("version", help="print versions")
     if argv[:1] == ["train"]:  # its options are those of TRL's parser, so argparse must not read them
         from gto_hf.trainer.script import main as train
 
         return _report(lambda: train(argv[1:]))
-    from gto_hf.evaluation.script import add_arguments, run
+    from gto_hf.evaluation import script
+    from gto_hf.evaluation import tools_script as tools
 
-    add_arguments(evaluate)
+    script.add_arguments(evaluate)
+    tools.add_bench_arguments(bench)
+    tools.add_check_arguments(check)
+    tools.add_draw_arguments(draw)
     args = parser.parse_args(argv)
-    return _report(_versions if args.command == "version" else lambda: run(args))
+    actions = {"eval": script.run, "bench": tools.run_bench, "check": tools.run_check, "draw": tools.run_draw}
+    return _report(_versions if args.command == "version" else lambda: actions[args.command](args))
 
 
 def _report(action: object) -> int:

@@ -1,12 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Acceptance length and speed-up on question sets (level 5)."""
 
+from .draw import draw_tree, rich_tree
+from .lossless import CheckReport, Divergence, LosslessReport, check, verify_lossless
+from .misalignment import Misalignment, misalignment, misalignment_table
 from .prompts import OWN_SETS, Question, load_questions, prompts_hash, spread
 from .runs import PLAIN, PromptRun, SystemRun, agreement, answer, compare
 from .table import results_table
 
 
 __all__ = [
+    "CheckReport",
+    "Divergence",
+    "LosslessReport",
+    "Misalignment",
     "OWN_SETS",
     "PLAIN",
     "PromptRun",
@@ -14,9 +21,15 @@ __all__ = [
     "SystemRun",
     "agreement",
     "answer",
+    "check",
     "compare",
+    "draw_tree",
     "load_questions",
+    "misalignment",
+    "misalignment_table",
     "prompts_hash",
     "results_table",
+    "rich_tree",
     "spread",
+    "verify_lossless",
 ]

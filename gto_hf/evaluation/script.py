@@ -84,6 +84,27 @@ def run(args: argparse.Namespace) -> list[SystemRun]:
     return runs
 
 
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options that commands about one target and one draft share."""
+    parser.add_argument("--target", required=True, help="Hub id or folder of the target")
+    parser.add_argument("--draft", required=True, help="Hub id or folder of the draft")
+    parser.add_argument("--sets", default="own", help="comma-separated question sets, as for eval")
+    parser.add_argument(
+        "--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"], help="of the weights"
+    )
+    parser.add_argument("--device", default=None, help="default: an accelerator if there is one, else the CPU")
+    parser.add_argument("--seed", type=int, default=0, help="prompt i is sampled with seed + i")
+
+
+def load_models(args: argparse.Namespace) -> tuple[Any, Any, Any]:
+    """Target, tokenizer and attached draft of [`add_model_arguments`]."""
+    device = args.device or (torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu")
+    dtype = getattr(torch, args.dtype)
+    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype).to(device).eval()
+    draft = AutoDraft.from_pretrained(args.draft, target=target, dtype=dtype).to(device)
+    return target, AutoTokenizer.from_pretrained(args.target), draft
+
+
 def settings(args: argparse.Namespace, questions: list[Question], trees: dict[str, dict]) -> dict[str, Any]:
     """What a figure must be read with."""
     return {

@@ -42,9 +42,7 @@ class SequencePrefix:
         self.prefix = DraftPrefix(draft)
         self._first = 1 if draft.reads_features else 0  # slot of the root that column 0 belongs to
         if not draft.reads_features:
-            self.outputs = self.prefix.extend(
-                None, sequences.input_ids, sequences.position_ids - 1, sequences.valid
-            )
+            self.outputs = self.prefix.extend(None, sequences.input_ids, sequences.position_ids - 1, sequences.valid)
             return
         self.outputs = self.prefix.extend(
             sequences.features[:, :-1],
