@@ -16,6 +16,7 @@ import warnings
 from typing import Any
 
 from transformers import GenerationMixin
+from transformers.generation import GenerationMode
 
 from .loop import tree_decode
 from .request import as_draft, check_mode
@@ -58,7 +59,9 @@ def _wrap_validate(original: Any) -> Any:
         # The stock comparison of two tokenizers makes no sense for a draft head; our own checks replace it.
         check_mode(self, draft, generation_config)
         rest = {k: v for k, v in generation_mode_kwargs.items() if k not in ("assistant_model", "assistant_tokenizer")}
-        return original(self, generation_mode, generation_config, rest)
+        # Of the stock limits those of plain decoding are left: assisted decoding's (one sequence) are not ours.
+        mode = GenerationMode.SAMPLE if generation_config.do_sample else GenerationMode.GREEDY_SEARCH
+        return original(self, mode, generation_config, rest)
 
     return _validate_generation_mode
 
