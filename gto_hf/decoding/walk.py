@@ -36,7 +36,7 @@ class Emitter:
         config: GenerationConfig,
     ) -> None:
         rows, prompt = input_ids.shape
-        self.prompt_length, self.lengths = prompt, [prompt] * rows
+        self.prompt_length, self.lengths, self._longest = prompt, [prompt] * rows, config.max_length
         pad = config._pad_token_tensor
         # Like stock generation: without an EOS, rows that stop early write on until all have stopped.
         self._pads = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
@@ -71,8 +71,9 @@ class Emitter:
         """Whether a row needs more tokens."""
         if self._stops[row] is None:
             return True
-        final = self.final_length
-        return not self._pads and self.rows > 1 and (final is None or self.lengths[row] < final)
+        if self._pads or self.rows == 1:
+            return False
+        return self.lengths[row] < (self._longest if self.final_length is None else self.final_length)
 
     @property
     def finished(self) -> bool:

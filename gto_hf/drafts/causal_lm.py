@@ -119,7 +119,8 @@ class CausalLMDraft(DraftModel):
         own = positions[:, None, :, None]
         keys = own if key_values is None else torch.cat([key_values[-1][0], own], dim=2)
         output = self.model.base_model(
-            input_ids=input_ids,
+            # Padding rows of a larger target stand for no token; should one occur, the draft may read anything.
+            input_ids=input_ids.clamp(max=text_config(self.model).vocab_size - 1),
             attention_mask=backend_mask(self.model, visible, self.model.dtype, positions, keys[:, 0, :, 0]),
             position_ids=positions,
             cache=cache,

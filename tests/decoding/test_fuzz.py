@@ -110,7 +110,7 @@ ARGUMENTS: dict[str, tuple[float, tuple]] = {
     "typical_p": (0.15, (0.4, 0.9)),
     "epsilon_cutoff": (0.15, (0.01, 0.1)),
     "eta_cutoff": (0.18, (0.01, 0.1)),
-    "num_return_sequences": (0.12, (2, 3)),
+    "num_return_sequences": (0.2, (2, 3)),
     # Output
     "return_dict_in_generate": (0.65, (True,)),
     "output_scores": (0.2, (True,)),
@@ -182,8 +182,6 @@ def _sensible(case: dict[str, Any], draw: random.Random) -> dict[str, Any]:
     rare = draw.random() < 0.1
     sampled = case.get("do_sample", False)
     drop("num_return_sequences", not sampled and not rare)
-    if "num_return_sequences" in case and draw.random() < 0.8:
-        case["route"] = "custom"  # the other one refuses it
     if ("guidance_scale" in case or family.route == "chain") and draw.random() < 0.6:
         case["rows"] = 1  # more are refused
     drop("output_attentions", case["attention"] != "eager" or "return_dict_in_generate" not in case)
@@ -202,6 +200,10 @@ def _sensible(case: dict[str, Any], draw: random.Random) -> dict[str, Any]:
         case["logits_processor"] = "stateless"  # rows are processed in another order than in stock
     if case["route"] == "custom":
         drop("stop_strings", True)  # `generate` gives custom callables no tokenizer
+    if refusal(case, None):  # let nothing raise before
+        case.setdefault("eos_token_id", "one")
+        drop("cache", "cache_implementation" in case)
+        drop("num_return_sequences", not sampled)
     return case
 
 
@@ -215,8 +217,6 @@ def refusal(case: dict[str, Any], cache_: Any) -> str | None:
     rows = _rows(case)
     if "num_beams" in case:
         return "num_beams"
-    if "num_return_sequences" in case and case["route"] == "hook" and "do_sample" in case:
-        return "num_return_sequences"
     if "use_cache" in case and not ("inputs_embeds" in case and case["route"] == "custom"):
         return "use_cache"  # with embeddings `generate` turns it on before it calls a custom callable
     if FAMILIES[case["family"]].route == "chain" and rows > 1:
@@ -367,8 +367,8 @@ class Case:
         pad, eos = self.case.get("pad_token_id", 0), self.stops.get("eos_token_id") or 0
         return (eos[0] if isinstance(eos, list) else eos) if pad == "eos" else pad
 
-    def arguments(self, ids: torch.Tensor, mask: torch.Tensor, cache_: Any, *, stops: bool = True) -> dict[str, Any]:
-        """Fresh keyword arguments of `generate`."""
+    def _config(self, columns: int, stops: bool) -> dict[str, Any]:
+        """What may also stand in a `GenerationConfig`."""
         case = self.case
         config = {name: case[name] for name in CONFIGURED if name in case}
         config["do_sample"] = case.get("do_sample", False)
@@ -381,11 +381,15 @@ class Case:
             config["forced_eos_token_id"] = list(forced) if isinstance(forced, tuple) else forced
         if "watermarking_config" in case:
             config["watermarking_config"] = _watermark(case["watermarking_config"])
-        new = case["max_new_tokens"]
         if "max_length" in case:
-            config["max_length"] = new + ids.shape[1]
+            config["max_length"] = case["max_new_tokens"] + columns
         else:
-            config["max_new_tokens"] = new
+            config["max_new_tokens"] = case["max_new_tokens"]
+        return config
+
+    def arguments(self, ids: torch.Tensor, mask: torch.Tensor, cache_: Any, *, stops: bool = True) -> dict[str, Any]:
+        """Fresh keyword arguments of `generate`."""
+        case, config = self.case, self._config(ids.shape[1], stops)
         kwargs = self._inputs(ids, mask)
         if case.get("as_config"):
             kwargs["generation_config"] = config
@@ -401,7 +405,7 @@ class Case:
         if "logits_processor" in case:
             kwargs["logits_processor"] = [_Counting() if case["logits_processor"] == "stateful" else _Bias()]
         if "stopping_criteria" in case and stops:
-            start = new // 2 + (0 if self.embedded == "alone" else ids.shape[1])
+            start = case["max_new_tokens"] // 2 + (0 if self.embedded == "alone" else ids.shape[1])
             kwargs["stopping_criteria"] = [_StopAfter(case["stopping_criteria"], start)]
         if "negative_prompt_ids" in case:
             kwargs["negative_prompt_ids"] = ids[:, -case["negative_prompt_ids"] :].flip(1)

@@ -429,7 +429,7 @@ def test_the_text_generation_pipeline_takes_a_draft():
     model, tokenizer = FAMILIES["llama"].build(), tiny_tokenizer()
     draft = tiny_draft(model, vocab=60)
     config = GenerationConfig(do_sample=False, max_new_tokens=NEW, pad_token_id=0)
-    texts = ["abc", "hello"]
+    texts = ["ABC", "HELLO"]
     tokenizer.padding_side = "left"
     plain = pipeline("text-generation", model=model, tokenizer=tokenizer)
     fast = pipeline("text-generation", model=model, tokenizer=tokenizer, assistant_model=draft)
