@@ -22,7 +22,7 @@ def test_import_is_light_and_brings_neither_trl_nor_peft():
 
 
 def test_every_public_name_exists():
-    assert len(gto_hf.__all__) <= 15
+    assert len(gto_hf.__all__) <= 24
     for name in gto_hf.__all__:
         assert getattr(gto_hf, name) is not None
     with pytest.raises(AttributeError, match="nothing"):

@@ -100,14 +100,14 @@ def check_target_for_training(target: nn.Module, tree: TreeConfig, args: GTOConf
     Raises:
         ValueError: If `gto_weight > 0` and the target or `max_length` does not allow trees.
     Warns:
-        If only the token loss is trained, for a target that cannot decode with trees.
+        If only the token loss is trained, for a target that checks no trees.
     """
     try:
         check_tree_support(target)
     except ValueError as error:
         if args.gto_weight > 0:
             raise ValueError(f"{error} In training, `gto_weight=0` (token loss alone) does without trees.") from error
-        warnings.warn(f"The draft can be trained, but `generate` will not take it for this target: {error}")
+        warnings.warn(f"The draft can be trained, but `generate` checks no trees for this target: {error}")
         return
     limit = position_limit(target)
     if args.gto_weight > 0 and limit is not None and (args.max_length is None or args.max_length + tree.depth > limit):

@@ -61,7 +61,7 @@ ARGUMENTS: dict[str, tuple[float, tuple]] = {
         ),
     ),
     "attention": (1.0, ("sdpa", "eager")),
-    "draft": (1.0, ("oracle", "oracle", "oracle", "oracle", "oracle", "wrong", "tiny")),
+    "draft": (1.0, ("oracle", "oracle", "oracle", "oracle", "uneven", "wrong", "tiny")),
     "miss": (1.0, (0.0, 0.3, 0.7)),
     "feature_layers": (1.0, ((1,), (2, 4, 7))),
     "draft_dtype": (0.12, (torch.bfloat16, torch.float16, torch.float64)),
@@ -433,7 +433,7 @@ class Case:
         if kind == "dynamic":
             return DynamicCache(config=self.target.config)
         parts = 2 if "continue" in self.case else 1
-        columns = self.ids.shape[1] + parts * self.case["max_new_tokens"]
+        columns = self.ids.shape[1] + parts * self.case["max_new_tokens"] - 1
         return StaticCache(config=self.target.config, max_cache_len=columns + 9 * (kind == "static_with_room"))
 
     # ------------------------------------------------------------------ calls
@@ -469,8 +469,8 @@ class Case:
         if case["draft"] == "tiny":
             draft = tiny_draft(self.target, tree=tree, seed=case["number"])
         else:
-            if case["draft"] == "wrong":
-                texts = [torch.randint(3, VOCAB, (len(text),)) for text in texts]
+            known = {"wrong": 0, "uneven": 1}.get(case["draft"], len(texts))  # rows whose text the draft knows
+            texts = [text if i < known else torch.randint(3, VOCAB, text.shape) for i, text in enumerate(texts)]
             draft = OracleDraft.for_texts(
                 self.target,
                 texts,

@@ -23,6 +23,7 @@ from gto_hf.gto import (
     supervised_targets,
     token_loss,
 )
+from tests.families import FAMILIES
 from tests.reference import naive_gto
 from tests.reference.naive_eagle3 import NaiveEagle3, PathModel
 from tests.reference.naive_tree import naive_tree
@@ -184,10 +185,21 @@ def test_rewards_and_paths_equal_the_naive_loop(llama, rows, aggregation, eta, p
                                 NaiveEagle3(reference, embedding), features[:t], prefix, path
                             )
                         torch.testing.assert_close(plan.reference_log_probs[number], expected, atol=1e-4, rtol=1e-4)
-                        checked += len(path)
+                        checked += len(path) + 1
             expected = torch.tensor(naive_gto.advantages(found["draft"], found["reference"], 1e-4))
             torch.testing.assert_close(plan.advantages[number[0]], expected, atol=2e-2, rtol=2e-2)
     assert checked > 0
+
+
+@pytest.mark.parametrize("name", ["mistral", "llama4_text", "gemma3_text"])
+@pytest.mark.parametrize("pad_left", [False, True])
+def test_rewards_and_paths_equal_the_naive_loop_on_targets_with_windows(name, pad_left):
+    """Windows of 8 tokens and chunks of 16 over rows of up to 18: nodes see by token index, and nothing is evicted."""
+    target = FAMILIES[name].build()
+    target.get_input_embeddings().weight.data *= 3  # rows that differ more
+    torch.manual_seed(2)
+    rows = [torch.randint(3, 60, (n,)).tolist() for n in (18, 13, 16)]
+    test_rewards_and_paths_equal_the_naive_loop(target, rows, "nodes", 1.0, pad_left)
 
 
 def test_rewards_equal_enumeration_of_all_continuations_on_a_tiny_vocabulary():

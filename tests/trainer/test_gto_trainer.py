@@ -11,9 +11,9 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
-from transformers import MistralConfig, MistralForCausalLM
 
 from gto_hf import AutoDraft, GTOConfig, GTOTrainer, TreeConfig
+from tests.families import FAMILIES
 from tests.tiny import tiny_draft, tiny_target, tiny_tokenizer, written_rows
 
 
@@ -365,18 +365,9 @@ def test_broken_rows_are_refused_before_training(llama, draft, rows, tmp_path):
 
 
 def test_targets_without_tree_support_are_refused_or_train_the_token_loss_alone(draft, rows, tmp_path):
-    config = MistralConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        sliding_window=8,
-    )
-    target = MistralForCausalLM(config).eval()
+    target = FAMILIES["bloom"].build()
     other = tiny_draft(target)
-    with pytest.raises(ValueError, match="sliding_window=8.*gto_weight=0"):
+    with pytest.raises(ValueError, match="ALiBi.*gto_weight=0"):
         make(other, target, rows, tmp_path)
     with pytest.warns(UserWarning, match="generate"):
         make(other, target, rows, tmp_path, gto_weight=0.0, max_steps=1).train()
