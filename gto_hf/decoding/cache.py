@@ -17,14 +17,15 @@ from transformers import Cache, DynamicCache, StaticCache
 from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
 
-def prepare_cache(target: Any, cache: Any, rows: int, nodes: int, chain: bool) -> Cache:
+def prepare_cache(target: Any, cache: Any, *, rows: int, columns: int, nodes: int, chain: bool) -> Cache:
     """
     The cache to decode with: the given one where drafted tokens can be removed from it again.
 
     Args:
         target (`PreTrainedModel`): The model the cache is for.
         cache (`Cache`): What `generate` made or the user passed.
-        rows (`int`): Sequences of the batch. nodes (`int`): Drafted tokens of a round. chain (`bool`): No trees.
+        rows (`int`): Sequences of the batch. columns (`int`): Of the finished text. nodes (`int`): Drafted tokens of a
+            round. chain (`bool`): No trees.
 
     Raises:
         ValueError: If drafted tokens cannot be removed from it and it is the user's, or a quantized one.
@@ -36,6 +37,11 @@ def prepare_cache(target: Any, cache: Any, rows: int, nodes: int, chain: bool) -
         )
     own = not getattr(cache, "_is_user_defined", False)
     if isinstance(cache, StaticCache):
+        if rows > 1 and not own and cache.get_max_length() < columns:
+            raise ValueError(
+                f"A batch of {rows} needs a static cache of `max_cache_len={columns}` or more with a draft (one column beyond "
+                f"the longest row's), got {cache.get_max_length()}."
+            )
         cache = _static(target, cache, own, nodes)
     elif type(cache) is not DynamicCache:
         raise ValueError(
@@ -62,9 +68,11 @@ def _static(target: Any, cache: StaticCache, own: bool, nodes: int) -> Cache:
             "A static cache cannot roll back sliding-window layers, so a `DynamicCache` replaces it; the text is the same."
         )
         return DynamicCache(config=target.config)
-    if own and not cache.is_initialized:
-        return StaticCache(config=target.config, max_cache_len=cache.get_max_length() + nodes)
-    return cache
+    if not own or cache.is_initialized:
+        return cache
+    roomy = StaticCache(config=target.config, max_cache_len=cache.get_max_length() + nodes)
+    # With the tree a text may no longer fit in a window that it fitted in alone.
+    return roomy if roomy.is_croppable else DynamicCache(config=target.config)
 
 
 def _has_evicted(layer: DynamicSlidingWindowLayer) -> bool:

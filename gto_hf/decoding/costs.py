@@ -13,6 +13,7 @@ import torch
 from gto_hf.drafts import DraftModel
 from gto_hf.tree import Budget, CostCurve, DraftTree, TreeConfig
 
+from .cache import room_in
 from .drafter import Drafter
 from .trace import Stopwatch
 from .verifier import Verifier
@@ -36,11 +37,15 @@ def budget_for(
     """
     if draft.costs is not None:
         return Budget(draft.costs, tree)
+    room = room_in(verifier.cache)
+    measured = tree if room is None or room > tree.total_tokens else tree.at_most(max(room - 1, 1))
+    if room is not None and room < 3:  # no tree fits, so nothing will be asked of the curve
+        return Budget(CostCurve((0, 1), (1.0, 1.0), 0.0, 0.0), tree)
     length = max(verifier.lengths)
-    key = (str(target.device), target.dtype, len(verifier.lengths), max(length - 1, 255).bit_length(), tree)
+    key = (str(target.device), target.dtype, len(verifier.lengths), max(length - 1, 255).bit_length(), measured)
     curves = _curves.setdefault(target, WeakKeyDictionary()).setdefault(draft, {})
     if key not in curves:
-        curves[key] = measure_costs(verifier, drafter, tree, roots)
+        curves[key] = measure_costs(verifier, drafter, measured, roots)
     return Budget(curves[key], tree)
 
 

@@ -67,9 +67,9 @@ def tree_decode(
         while not emitter.finished:
             decoding.round()
             streamed = stream(streamer, emitter, streamed)
-    if streamer is not None:
-        streamer.end()
-    return decoding.result()
+        if streamer is not None:
+            streamer.end()
+        return decoding.result()
 
 
 class _Decoding:
@@ -174,11 +174,17 @@ class _Decoding:
                 choices = greedy_choices(logits) if emitter.greedy else None
                 paths, accepted = walk(tree, logits, emitter, choices)
             self._keep_states(paths, before)
-            verifier.commit(paths)
+            verifier.commit(self._kept(paths))
             with watch.part("draft"):
                 self._read_paths(features, paths, known, before)
         self._count(tree, logits, paths, accepted, known)
         verifier.outputs = None
+
+    def _kept(self, paths: list[list[int]]) -> list[list[int]]:
+        """What the cache keeps: the paths, and the last token of rows that ended in an earlier round, as stock does."""
+        rows = zip(paths, self.verifier.lengths, self.emitter.lengths, strict=True)
+        last = self.config.max_length  # the very last column of a text is never cached
+        return [path or ([0] if cached < known + self.offset and known < last else []) for path, cached, known in rows]
 
     def _grow(self) -> DraftTree:
         roots = self.emitter.newest().to(self.verifier.target.device)
@@ -256,11 +262,29 @@ class _Decoding:
             self.trace.extend(rounds)
             self.recorder.rounds.extend(rounds)
 
+    def _complete_cache(self, final: int) -> None:
+        """
+        Cache the last token of rows that ended in the last round before others: stock generation has forwarded it.
+
+        One more forward, only for a batch whose cache outlives the call.
+        """
+        cache = self.verifier.cache
+        outlives = self.config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
+        ends = zip(self.verifier.lengths, self.emitter.lengths, strict=True)
+        missing = [cached < known + self.offset and known < final for cached, known in ends]
+        if len(missing) == 1 or not outlives or not any(missing):
+            return
+        self.verifier.verify(DraftTree.root_only(self.emitter.newest().to(self.target.device)))
+        self.verifier.commit([[0] if m else [] for m in missing])
+        self.verifier.outputs = None
+        self.statistics.add_rounds([], 0)
+
     # ------------------------------------------------------------------ result
     def result(self) -> TreeDecodeOutput | torch.LongTensor:
         """Stock's return value; with a dictionary asked for also counts and, if recorded, the rounds."""
         emitter, verifier, config = self.emitter, self.verifier, self.config
         sequences = emitter.sequences()
+        self._complete_cache(sequences.shape[1])
         verifier.finish(sequences.shape[1] + self.offset - 1)
         self.statistics.draft_forwards = self.drafter.forwards
         if self.budget is not None:

@@ -95,10 +95,18 @@ def prepare_request(
             )
         warn_once(target, f"{route.reason}, so a chain is drafted instead of a tree; the text is the same.")
     check_processors(processors, rows)
-    _check_lengths(target, draft, config, 0 if input_ids.shape[1] else prompt)
+    embedded = 0 if input_ids.shape[1] else prompt  # tokens that `max_length` does not count
+    _check_lengths(target, draft, config, embedded)
     tree = draft.tree
     nodes = tree.depth if route.kind == "chain" else tree.total_tokens
-    model_kwargs["cache"] = prepare_cache(target, model_kwargs.get("cache"), rows, nodes, chain=route.kind == "chain")
+    model_kwargs["cache"] = prepare_cache(
+        target,
+        model_kwargs.get("cache"),
+        rows=rows,
+        columns=config.max_length + embedded,
+        nodes=nodes,
+        chain=route.kind == "chain",
+    )
     return route
 
 

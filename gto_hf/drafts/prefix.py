@@ -76,7 +76,7 @@ class DraftPrefix:
         if 3 * longest > 2 * self.valid.shape[1]:
             return
         # Keys carry their positions, so a column may move; padding goes to the end.
-        order = (~self.valid).long().argsort(1, stable=True)[:, :longest]
+        order = (~self.valid).long().argsort(dim=1, stable=True)[:, :longest]
         self.valid = self.valid.gather(1, order)
         index = order[:, None, :, None]
         self.key_values = [

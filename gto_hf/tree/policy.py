@@ -142,7 +142,7 @@ def grow_trees(
         ancestors = ancestors.gather(1, parent[..., None].expand(-1, -1, ancestors.shape[-1]))
         ancestors = torch.cat([ancestors, itself], dim=-1)
         first += k * k
-    total = config.total_tokens if growth is None else growth.nodes(all_scores)
+    total = config.total_tokens if growth is None else min(growth.nodes(all_scores), config.total_tokens)
     if total < 1:
         return DraftTree.root_only(root_tokens)
     candidates = (torch.cat(part, 1) for part in (all_scores, all_tokens, all_parents))

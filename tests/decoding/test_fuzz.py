@@ -433,7 +433,8 @@ class Case:
         if kind == "dynamic":
             return DynamicCache(config=self.target.config)
         parts = 2 if "continue" in self.case else 1
-        columns = self.ids.shape[1] + parts * self.case["max_new_tokens"] - 1
+        # A batch needs one column more than the text (see `prepare_cache`).
+        columns = self.ids.shape[1] + parts * self.case["max_new_tokens"] - (_rows(self.case) == 1)
         return StaticCache(config=self.target.config, max_cache_len=columns + 9 * (kind == "static_with_room"))
 
     # ------------------------------------------------------------------ calls

@@ -9,7 +9,7 @@ import torch
 from transformers import CompileConfig, DynamicCache, GenerationConfig, StaticCache, StoppingCriteria, pipeline
 from transformers.generation.streamers import BaseStreamer
 
-from gto_hf import CausalLMDraft, TreeConfig, TreeDecoder
+from gto_hf import CausalLMDraft, CostCurve, TreeConfig, TreeDecoder
 from gto_hf.target import text_config
 from tests.families import FAMILIES, prompt
 from tests.oracle import OracleDraft
@@ -137,6 +137,68 @@ def test_the_users_static_cache_bounds_the_tree():
 
 def tiny_draft_of(model):
     return OracleDraft.for_texts(model, prompt(1, 30))
+
+
+def test_a_batch_in_the_users_static_cache_needs_one_column_more(monkeypatch):
+    model = FAMILIES["llama"].build()
+    ids = prompt(2, 12)
+    stock = run(model, ids)
+    draft = OracleDraft.for_texts(
+        model, [stock.sequences[0], prompt(1, 40)[0]], miss=0.0
+    )  # the second row lags behind
+    drafted = run(model, ids, cache=StaticCache(config=model.config, max_cache_len=12 + NEW), assistant_model=draft)
+    assert torch.equal(stock.sequences, drafted.sequences)
+    monkeypatch.setattr(type(model), "__call__", lambda *a, **k: pytest.fail("a forward ran before the refusal"))
+    with pytest.raises(ValueError, match="max_cache_len=32"):
+        run(model, ids, cache=StaticCache(config=model.config, max_cache_len=12 + NEW - 1), assistant_model=draft)
+
+
+def test_a_static_cache_whose_windows_would_not_fit_the_tree_is_replaced():
+    for name in ("gemma3_text", "llama4_text"):
+        ids = prompt(1, 3)
+        _, stock, drafted = pair(name, ids, cache_implementation="static", max_new_tokens=4)
+        assert torch.equal(stock.sequences, drafted.sequences)
+
+
+@pytest.mark.parametrize("spare", [0, 1, 2, 5, 30])
+def test_an_automatic_tree_keeps_within_the_users_static_cache(spare):
+    model = FAMILIES["llama"].build()
+    ids = prompt(1, 12)
+    stock = run(model, ids)
+    for costs in (None, CostCurve((0, 24), (1.0, 1.0), 0.0, 0.0)):
+        draft = OracleDraft.for_texts(model, stock.sequences, tree=TreeConfig(5, 4, 24, auto=True))
+        draft.costs = costs
+        cache = StaticCache(config=model.config, max_cache_len=12 + NEW - 1 + spare)
+        drafted = run(model, ids, cache=cache, assistant_model=draft)
+        assert torch.equal(stock.sequences, drafted.sequences)
+
+
+def test_the_cache_of_a_batch_holds_the_last_token_of_rows_that_ended_early():
+    model = FAMILIES["llama"].build()
+    ids = prompt(3, 8)
+    free = run(model, ids).sequences
+    eos = free[1, 12].item()
+    draft = OracleDraft.for_texts(model, free)
+    stock, drafted = run(model, ids, eos_token_id=eos), run(model, ids, eos_token_id=eos, assistant_model=draft)
+    for mine, theirs in zip(drafted.cache.layers, stock.cache.layers, strict=True):
+        assert mine.keys.shape == theirs.keys.shape
+        torch.testing.assert_close(mine.keys[1, :, :13], theirs.keys[1, :, :13], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(mine.values[1, :, :13], theirs.values[1, :, :13], atol=1e-5, rtol=1e-4)
+
+
+def test_uneven_rows_and_much_padding():
+    """Rows of very different acceptance leave holes in the draft's own columns, which are closed."""
+    model = FAMILIES["llama"].build()
+    ids = prompt(3, 30)
+    ids[0, :26] = 0
+    mask = (ids != 0).long()
+    stock = run(model, ids, attention_mask=mask)
+    for draft in (tiny_draft(model, vocab=60), CausalLMDraft(copy.deepcopy(model))):
+        drafted = run(model, ids, attention_mask=mask, assistant_model=draft)
+        assert torch.equal(stock.sequences, drafted.sequences)
+    texts = [stock.sequences[0, 26:], *prompt(2, 60)]
+    drafted = run(model, ids, attention_mask=mask, assistant_model=OracleDraft.for_texts(model, texts, miss=0.0))
+    assert torch.equal(stock.sequences, drafted.sequences)
 
 
 def test_a_batch_in_a_static_cache():
