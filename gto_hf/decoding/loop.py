@@ -8,7 +8,7 @@ columns of that row's own text (see `cache.py`), so every row is decoded as if i
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from .request import prepare_request
 from .statistics import DecodingStatistics
 from .trace import RoundTimes, Stopwatch, active_recorder, trace_rounds
 from .verifier import Verifier
-from .walk import Emitter, greedy_choices, stream, walk
+from .walk import Emitter, stream, walk
 
 
 @torch.no_grad()
@@ -63,7 +63,8 @@ def tree_decode(
     streamed = stream(streamer, emitter, input_ids.shape[1])
     decoding.prefill(input_ids)
     streamed = stream(streamer, emitter, streamed)
-    with target._optimize_model_for_decode(), tree_attention(target) if route.kind == "tree" else nullcontext():
+    attention = tree_attention(target) if route.kind == "tree" else nullcontext()
+    with target._optimize_model_for_decode(), attention, decoding.watched():
         while not emitter.finished:
             decoding.round()
             streamed = stream(streamer, emitter, streamed)
@@ -107,6 +108,14 @@ class _Decoding:
         self.states: TokenStates | None = None
         self.attentions: TokenStates | None = None
         self._embeds = model_kwargs.get("inputs_embeds")
+
+    def watched(self) -> AbstractContextManager:
+        """Within it the seconds of both models and of choosing tokens are taken, if a recorder asks for them."""
+        return self.watch.methods(
+            target=[(self.verifier, "forward")],
+            draft=[(self.draft, name) for name in ("forward", "fuse", "head")],
+            processors=[(self.emitter, "choose")],
+        )
 
     # ------------------------------------------------------------------ prefill
     def prefill(self, input_ids: torch.Tensor) -> None:
@@ -166,17 +175,12 @@ class _Decoding:
         watch.current = RoundTimes()
         before, known = list(verifier.lengths), list(emitter.lengths)
         with watch.part("total"):
-            with watch.part("draft"):
-                tree = self._grow()
-            with watch.part("target"):
-                logits, features = verifier.verify(tree)
-            with watch.part("processors"):
-                choices = greedy_choices(logits) if emitter.greedy else None
-                paths, accepted = walk(tree, logits, emitter, choices)
+            tree = self._grow()
+            logits, features = verifier.verify(tree)
+            paths, accepted = walk(tree, logits, emitter)
             self._keep_states(paths, before)
             verifier.commit(self._kept(paths))
-            with watch.part("draft"):
-                self._read_paths(features, paths, known, before)
+            self._read_paths(features, paths, known, before)
         self._count(tree, logits, paths, accepted, known)
         verifier.outputs = None
 

@@ -66,8 +66,8 @@ class RoundTimes:
     Seconds of one round of a batch, by who spent them. What is left of `total` is host time.
 
     Attributes:
-        target, draft, processors, total (`float`): Target forward; draft forwards; logits processors and token choice;
-            the whole round.
+        target, draft, processors, total (`float`): Forward of the target; forwards and head of the draft; logits
+            processors and the choice of each token; the whole round.
         nodes (`int`): Nodes checked per sequence. depth (`int`): Levels drafted. emitted (`int`): Tokens emitted.
     """
 
@@ -196,3 +196,30 @@ class Stopwatch:
             yield
         finally:
             setattr(self.current, name, getattr(self.current, name) + self.now() - start)
+
+    @contextmanager
+    def methods(self, **parts: list[tuple[Any, str]]) -> Iterator[None]:
+        """Within it, time spent in these methods of these objects is added to the part they stand for."""
+        if not self.on:
+            yield
+            return
+        replaced = []
+        for part, methods in parts.items():
+            for owner, name in methods:
+                replaced.append((owner, name, owner.__dict__.get(name)))
+                owner.__dict__[name] = self._timed(part, getattr(owner, name))
+        try:
+            yield
+        finally:
+            for owner, name, before in replaced:
+                if before is None:
+                    del owner.__dict__[name]
+                else:
+                    owner.__dict__[name] = before
+
+    def _timed(self, part: str, method: Any) -> Any:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            with self.part(part):
+                return method(*args, **kwargs)
+
+        return timed

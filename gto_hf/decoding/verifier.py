@@ -23,6 +23,7 @@ class Verifier:
         lengths (`list[int]`): Columns of the cache that belong to each row, padding included.
         padding (`torch.LongTensor` of shape `(B, 1)`): Padding columns before each row's text.
         outputs: Of the last forward. size_of_round (`int`): Its nodes, root included.
+        forward (`Callable`): The target's forward, compiled where `generate` would compile it.
         prompt_columns (`int`): Columns of the cache after the prefill.
 
     Args:
@@ -53,7 +54,7 @@ class Verifier:
         self.outputs: Any = None
         self.lengths: list[int] = []
         self._compiled = target._valid_auto_compile_criteria(kwargs, config)
-        self._forward = target.get_compiled_call(config.compile_config) if self._compiled else target
+        self.forward = target.get_compiled_call(config.compile_config) if self._compiled else target.__call__
         self._kinds = layer_kinds(target)
         self._buffer: torch.Tensor | None = None
 
@@ -116,7 +117,7 @@ class Verifier:
         inputs.update(self._wanted_states())
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = 0
-        self.outputs = self._forward(**inputs, return_dict=True)
+        self.outputs = self.forward(**inputs, return_dict=True)
         self.size_of_round = size
         features = self._features(self.outputs)
         return self.outputs.logits[:, :count], None if features is None else features[:, :count]

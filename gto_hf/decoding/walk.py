@@ -25,7 +25,6 @@ class Emitter:
     Attributes:
         lengths (`list[int]`): Known tokens of each row, prompt included.
         scores, logits (`list[list[torch.Tensor]]`, *optional*): Per row, `(1, V)` float32 per emitted token, if asked for.
-        greedy (`bool`): Whether the next token is the plain argmax of the logits and nothing else is asked for.
     """
 
     def __init__(
@@ -52,9 +51,6 @@ class Emitter:
         )
         self.logits: list[list[torch.Tensor]] | None = (
             [[] for _ in range(rows)] if wants and config.output_logits else None
-        )
-        self.greedy = not (
-            self._do_sample or len(logits_processor) or self.scores is not None or self.logits is not None
         )
 
     @property
@@ -144,9 +140,7 @@ class Emitter:
         return tuple(torch.cat(step) for step in zip(*padded, strict=True))
 
 
-def walk(
-    tree: DraftTree, logits: torch.Tensor, emitter: Emitter, choices: list[list[int]] | None = None
-) -> tuple[list[list[int]], list[int]]:
+def walk(tree: DraftTree, logits: torch.Tensor, emitter: Emitter) -> tuple[list[list[int]], list[int]]:
     """
     Emit tokens from the root of a verified tree down for as long as they are drafted nodes, plus the one that is not.
 
@@ -158,7 +152,6 @@ def walk(
         tree ([`DraftTree`] of one row per sequence): Drafted nodes.
         logits (`torch.FloatTensor` of shape `(B, N + 1, V)`): The target's logits at root and nodes.
         emitter ([`Emitter`]): Appended to; at least one token for every row that wants one.
-        choices (`list[list[int]]`, *optional*): The target's greedy token after every node, when nothing else decides.
 
     Returns:
         `paths`: per row the columns whose keys, values and features stay valid, root first, one per emitted token (none
@@ -174,11 +167,7 @@ def walk(
         child = {(parents[column], tokens[column]): column for column in range(1, len(tokens))}
         node, path = 0, [0]
         while True:
-            if choices is None:
-                token = emitter.emit(row, logits[row, node : node + 1])
-            else:
-                token = choices[row][node]
-                emitter.append(row, token)
+            token = emitter.emit(row, logits[row, node : node + 1])
             node = child.get((node, token), 0)
             if node == 0 or not emitter.wants(row):
                 break
@@ -186,11 +175,6 @@ def walk(
         paths.append(path)
         accepted.append(len(path) - 1 + (node != 0))
     return paths, accepted
-
-
-def greedy_choices(logits: torch.Tensor) -> list[list[int]]:
-    """The most likely token after every node, from `logits` `(B, N + 1, V)`, in one transfer from the device."""
-    return logits.to(torch.float32).argmax(-1).tolist()
 
 
 def stream(streamer: Any, emitter: Emitter, start: int) -> int:
