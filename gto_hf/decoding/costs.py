@@ -35,8 +35,9 @@ def budget_for(
     Measuring happens on the call's own cache, after its prefill, once per target, draft, device, dtype, batch size, tree
     limits and context range (powers of two); it takes about forty target forwards.
     """
+    trust = drafter.trust(tree.top_k)
     if draft.costs is not None:
-        return Budget(draft.costs, tree)
+        return Budget(draft.costs, tree, trust)
     room = room_in(verifier.cache)
     measured = tree if room is None or room > tree.total_tokens else tree.at_most(max(room - 1, 1))
     if room is not None and room < 3:  # no tree fits, so nothing will be asked of the curve
@@ -46,7 +47,7 @@ def budget_for(
     curves = _curves.setdefault(target, WeakKeyDictionary()).setdefault(draft, {})
     if key not in curves:
         curves[key] = measure_costs(verifier, drafter, measured, roots)
-    return Budget(curves[key], tree)
+    return Budget(curves[key], tree, trust)
 
 
 def measure_costs(verifier: Verifier, drafter: Drafter, tree: TreeConfig, roots: torch.Tensor) -> CostCurve:

@@ -28,6 +28,7 @@ class Drafter:
         self.draft, self.prefix, self.forwards = draft, DraftPrefix(draft), 0
         self._last: torch.Tensor | None = None  # output of each row's newest pair, (B, 1, H)
         self._position: torch.Tensor | None = None  # its rotary position, (B,)
+        self._recent: tuple[torch.Tensor, ...] | None = None  # end of the prompt: outputs, tokens, which are real
         self._pending: list[tuple[torch.Tensor | None, torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
 
     def read(
@@ -64,6 +65,9 @@ class Drafter:
             None if features[0] is None else torch.cat(features, 1), tokens, positions, fits, embeddings=embeddings
         )
         self.forwards += 1
+        if self._recent is None:
+            known = torch.ones_like(tokens, dtype=torch.bool) if fits is None else fits
+            self._recent = tuple(x[:, -33:].to(self.draft.device) for x in (outputs, tokens, known))
         positions = positions.to(self.draft.device)
         if fits is None or len(tokens) == 1 and bool(fits[0, -1]):
             self._last, self._position = outputs[:, -1:], positions[:, -1]
@@ -79,6 +83,24 @@ class Drafter:
             position = torch.where(new, position, self._position)
         self._last, self._position = last, position
         self.prefix.drop_holes()
+
+    def trust(self, top_k: int) -> float:
+        """
+        How often the draft is right on the end of the prompt, as a share of how often it says so; at most 1.
+
+        Compares its best `top_k` tokens at up to 32 positions with the tokens that stand there. Costs one head.
+        """
+        self._forward()
+        outputs, tokens, valid = self._recent
+        if outputs.shape[1] < 8:
+            return 1.0  # too short to say anything
+        logits = self.draft.head(outputs[:, :-1])
+        best, ids = logits.float().topk(top_k)
+        mass = (best - logits.float().logsumexp(-1, keepdim=True)).exp().sum(-1)
+        right = (self.draft.to_target_ids(ids) == tokens[:, 1:, None]).any(-1)
+        counted = valid[:, 1:] & valid[:, :-1]
+        expected, hits = float(mass[counted].sum()), float(right[counted].sum())
+        return min((hits + 1) / (expected + 1), 1.0)
 
     def grow(self, root_tokens: torch.Tensor, config: TreeConfig, growth: Growth | None = None) -> DraftTree:
         """The trees below the newest token `(B,)` of every row."""

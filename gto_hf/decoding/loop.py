@@ -256,7 +256,8 @@ class _Decoding:
         nodes = tree.tokens.shape[1] - 1
         self.statistics.add_rounds([(n, len(p) > n) for n, p in zip(accepted, paths, strict=True) if p], nodes)
         if self.budget is not None:
-            self.budget.observe(tree, paths)
+            first = [int(self.emitter.row(row)[0, known[row]]) if path else -1 for row, path in enumerate(paths)]
+            self.budget.observe(tree, paths, first)
         if self.watch.on:
             times = self.watch.current
             times.nodes, times.depth, times.emitted = nodes, tree.max_depth, sum(len(p) for p in paths)

@@ -242,7 +242,10 @@ def bench_table(results: list[SystemResult]) -> str:
         cells = [result.name, f"{result.tokens_per_second:.1f}", str(paired_ratio(result, plain))]
         cells += [f"{result.tau_macro:.2f}", f"{result.counts.tau:.2f}", f"{result.nodes:.0f}"]
         cells += [f"{ms[part]:.1f}" for part in ("total", "target", "draft", "processors", "host")]
-        cells += [f"{100 * ms['host'] / ms['total']:.0f}", f"{result.peak_memory / 2**20:.0f}"]
+        cells += [
+            f"{100 * ms['host'] / ms['total']:.0f}",
+            f"{result.peak_memory / 2**20:.0f}" if result.peak_memory else "-",
+        ]
         lines.append("| " + " | ".join("-" if cell == "nan" else cell for cell in cells) + " |")
     return "\n".join(lines)
 

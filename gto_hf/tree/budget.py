@@ -69,22 +69,26 @@ class Budget:
     Args:
         costs ([`CostCurve`]): Of this target, draft and machine.
         config ([`TreeConfig`]): Upper limits.
+        trust (`float`, *optional*, defaults to `1.0`): How often the draft is right at first, as a share of how often it says
+            so; read off the prompt (see `Drafter.trust`).
     """
 
-    # How fast old rounds are forgotten, the weight of a calibration's prior (in expected tokens), and the longest pause.
-    _KEEP, _PRIOR, _PAUSE = 0.95, 1.0, 64
+    # How fast old rounds are forgotten; weight of a calibration's prior, in expected tokens; levels beyond the deepest one
+    # that was ever accepted; tokens that a draft as good as it says may lose before the first pause; first and longest pause.
+    _KEEP, _WEIGHT, _LEVELS, _CREDIT, _PAUSE, _LONGEST = 0.95, 1.5, 3, 2.0, 8, 64
 
-    def __init__(self, costs: CostCurve, config: TreeConfig) -> None:
+    def __init__(self, costs: CostCurve, config: TreeConfig, trust: float = 1.0) -> None:
         self.costs, self.config = costs, config
         self.plain_rounds = 0
         self.plain_rate = 1 / max(costs.target_seconds(0), 1e-9)
         sizes = range(config.total_tokens + 1)
         self._seconds = torch.tensor([costs.target_seconds(n) for n in sizes], dtype=torch.float64)
-        self._expected = [self._PRIOR] * (config.depth + 1)
-        self._accepted = [self._PRIOR] * (config.depth + 1)
+        self._expected = [self._WEIGHT] * (config.depth + 1)
+        self._accepted = [self._WEIGHT * trust] * (config.depth + 1)
         self._tokens, self._time = 1.0, 1 / self.plain_rate
-        self._gain, self._pause, self._wait = 1.0, 4, 0
-        self._depth = 0
+        self._gain, self._pause, self._wait = self._CREDIT * trust, self._PAUSE, 0
+        self._depth, self._deepest = 0, 0
+        self._first: tuple[torch.Tensor, torch.Tensor] | None = None  # first level of the round, (R, k) each
 
     @property
     def rate(self) -> float:
@@ -93,7 +97,7 @@ class Budget:
 
     def start_round(self) -> bool:
         """Whether to draft in this round. After rounds that did not pay it pauses, then tries again."""
-        self._depth = 0
+        self._depth, self._first = 0, None
         if self._wait > 0:
             self._wait -= 1
             return False
@@ -103,6 +107,8 @@ class Budget:
     def deeper(self, levels: list[torch.Tensor]) -> bool:
         """See [`Growth`]. The next level is expected to look like the last one, thinned as much as the last one was."""
         self._depth = len(levels)
+        if self._depth >= self._deepest + self._LEVELS:
+            return False
         width = min(self.config.top_k, levels[-1].shape[1])
         best = levels[-1].topk(width, dim=1).values
         mass = best.exp().sum(1)
@@ -112,9 +118,9 @@ class Budget:
         gain = (then.max() - now.max()).item()
         return gain > self.rate * self.costs.level
 
-    def nodes(self, levels: list[torch.Tensor]) -> int:
+    def nodes(self, levels: list[torch.Tensor], tokens: list[torch.Tensor]) -> int:
         """See [`Growth`]: the number of nodes of most worth."""
-        self._depth = len(levels)
+        self._depth, self._first = len(levels), (levels[0], tokens[0])
         return int(self._worth(levels).argmax())
 
     def _worth(self, levels: list[torch.Tensor]) -> torch.Tensor:
@@ -129,40 +135,52 @@ class Budget:
         return worth - self.rate * self._seconds[: most + 1]
 
     # ------------------------------------------------------------------ learning
-    def observe(self, tree: DraftTree, paths: list[list[int]]) -> None:
+    def observe(self, tree: DraftTree, paths: list[list[int]], emitted: list[int]) -> None:
         """
         Learn from a finished round.
 
         Args:
             tree ([`DraftTree`]): What was checked. paths (`list[list[int]]`): Accepted columns per row, root first.
+            emitted (`list[int]`): First token that each row emitted.
         """
         active = [path for path in paths if path]
         if not active:
             return
-        emitted, nodes = sum(len(path) for path in active) / len(active), tree.tokens.shape[1] - 1
+        count, nodes = sum(len(path) for path in active) / len(active), tree.tokens.shape[1] - 1
         seconds = self.costs.target_seconds(nodes) + self.costs.draft_seconds(self._depth)
-        self._tokens = self._KEEP * self._tokens + emitted
+        self._tokens = self._KEEP * self._tokens + count
         self._time = self._KEEP * self._time + seconds
         self.plain_rounds += nodes == 0
         if self._depth == 0:
             return
-        self._pay(emitted - seconds * self.plain_rate)
-        if nodes == 0:
+        self._pay(count - seconds * self.plain_rate)
+        if nodes == 0:  # what the draft would have said is known, and so is what the target wrote
+            if self._first is not None:
+                said = self._first[1] == torch.tensor(emitted, device=self._first[1].device)[:, None]
+                right = said.any(1).tolist()
+                for row, mass in enumerate(self._first[0].exp().sum(1).tolist()):
+                    if paths[row]:
+                        self._learn(1, mass, right[row])
             return
         masses = torch.zeros(len(tree.depths), self.config.depth + 1)
         masses.scatter_add_(1, tree.depths.cpu(), tree.scores.float().exp().cpu())
         for path, mass in zip(paths, masses.tolist(), strict=True):
+            self._deepest = max(self._deepest, len(path) - 1)
             for depth in range(1, self.config.depth + 1 if path else 0):
                 if mass[depth] == 0:
                     break
-                self._expected[depth] = self._KEEP * self._expected[depth] + min(mass[depth], 1.0)
-                self._accepted[depth] = self._KEEP * self._accepted[depth] + (len(path) > depth)
+                self._learn(depth, mass[depth], len(path) > depth)
+
+    def _learn(self, depth: int, mass: float, accepted: bool) -> None:
+        """Add one level that was expected to be accepted with probability `mass`."""
+        self._expected[depth] = self._KEEP * self._expected[depth] + min(mass, 1.0)
+        self._accepted[depth] = self._KEEP * self._accepted[depth] + accepted
 
     def _pay(self, gain: float) -> None:
         """Book what a round gained over plain decoding, in tokens; a lasting loss makes a pause, each longer."""
         self._gain = min(self._KEEP * self._gain + gain, 4.0)
         if self._gain < 0:
-            self._wait, self._pause = self._pause, min(2 * self._pause, self._PAUSE)
+            self._wait, self._pause = self._pause, min(2 * self._pause, self._LONGEST)
             self._gain = 0.0
         elif gain > 0:
-            self._pause = 4
+            self._pause = self._PAUSE

@@ -46,8 +46,8 @@ class Growth(Protocol):
     def deeper(self, levels: list[torch.Tensor]) -> bool:
         """Whether to draft one more level, from the path log-probabilities `(R, n)` of each level so far."""
 
-    def nodes(self, levels: list[torch.Tensor]) -> int:
-        """How many of these nodes to keep; 0 for none."""
+    def nodes(self, levels: list[torch.Tensor], tokens: list[torch.Tensor]) -> int:
+        """How many of these nodes to keep, 0 for none; `tokens` `(R, n)` are theirs."""
 
 
 def stable_topk(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -142,7 +142,7 @@ def grow_trees(
         ancestors = ancestors.gather(1, parent[..., None].expand(-1, -1, ancestors.shape[-1]))
         ancestors = torch.cat([ancestors, itself], dim=-1)
         first += k * k
-    total = config.total_tokens if growth is None else min(growth.nodes(all_scores), config.total_tokens)
+    total = config.total_tokens if growth is None else min(growth.nodes(all_scores, all_tokens), config.total_tokens)
     if total < 1:
         return DraftTree.root_only(root_tokens)
     candidates = (torch.cat(part, 1) for part in (all_scores, all_tokens, all_parents))

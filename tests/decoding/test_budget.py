@@ -16,6 +16,9 @@ from tests.tiny import tiny_draft
 LIMITS = TreeConfig(depth=4, top_k=2, total_tokens=8, auto=True)
 
 
+TOKENS = [torch.tensor([[2, 3]])]
+
+
 def logs(*rows):
     return torch.tensor([rows]).log()
 
@@ -53,7 +56,7 @@ def test_nodes_are_kept_while_their_probability_pays_for_their_time():
     levels = [logs(0.6, 0.3), logs(0.36, 0.12, 0.06, 0.03)]
     # The rate is one token per second, so a node pays if its path probability exceeds the slope.
     for slope, kept in ((0.01, 6), (0.05, 5), (0.1, 4), (0.2, 3), (0.35, 2), (0.5, 1), (0.7, 0)):
-        assert budget(slope).nodes(levels) == kept, slope
+        assert budget(slope).nodes(levels, TOKENS) == kept, slope
 
 
 def test_another_level_is_drafted_while_it_is_expected_to_pay():
@@ -71,20 +74,20 @@ def test_a_faster_rate_makes_nodes_dearer():
     b.start_round()
     b.deeper([logs(0.9, 0.1)])
     for _ in range(200):
-        b.observe(tree, [[0, 1]])  # two tokens in 1.1 seconds, round after round
+        b.observe(tree, [[0, 1]], [2])  # two tokens in 1.1 seconds, round after round
     assert b.rate == pytest.approx(2 / 1.1, rel=0.01)
-    assert b.nodes([logs(0.19, 0.15)]) == 1  # times 1 / 0.9, a node must now bring 0.1 * 1.82
+    assert b.nodes([logs(0.19, 0.15)], TOKENS) == 1  # times 1 / 0.9, a node must now bring 0.1 * 1.82
 
 
 def test_calibration_follows_what_was_accepted():
     b = budget(0.2)
     tree = DraftTree(torch.tensor([[1, 2]]), torch.tensor([[0, 0]]), torch.tensor([[0, 1]]), logs(1.0, 0.8))
-    assert b.nodes([logs(0.8, 0.1)]) == 1
+    assert b.nodes([logs(0.8, 0.1)], TOKENS) == 1
     for _ in range(60):
         b.start_round()
         b.deeper([logs(0.8, 0.1)])
-        b.observe(tree, [[0]])  # never accepted
-    assert b.nodes([logs(0.8, 0.1)]) == 0
+        b.observe(tree, [[0]], [9])  # never accepted
+    assert b.nodes([logs(0.8, 0.1)], TOKENS) == 0
 
 
 def test_drafting_pauses_longer_and_longer_while_it_does_not_pay_and_comes_back():
@@ -96,15 +99,15 @@ def test_drafting_pauses_longer_and_longer_while_it_does_not_pay_and_comes_back(
         on = b.start_round()
         drafted.append(on)
         if on:
-            b.nodes([logs(0.8, 0.1)])
-        b.observe(tree if on else bare, [[0]])
+            b.nodes([logs(0.8, 0.1)], TOKENS)
+        b.observe(tree if on else bare, [[0]], [9])
     assert sum(drafted[:10]) >= 2 and sum(drafted[100:]) < 12
     assert b.plain_rounds == 300 - sum(drafted)
     while not b.start_round():
-        b.observe(bare, [[0]])
+        b.observe(bare, [[0]], [9])
     for _ in range(20):  # the text has become easy
-        b.nodes([logs(0.8, 0.1)])
-        b.observe(tree, [[0, 1]])
+        b.nodes([logs(0.8, 0.1)], TOKENS)
+        b.observe(tree, [[0, 1]], [2])
         assert b.start_round()
 
 
