@@ -100,10 +100,10 @@ def _keep_windows_whole(cache: DynamicCache) -> None:
         cache.layers[index] = whole
 
 
-def room_in(cache: Cache) -> int | None:
-    """Columns a cache can still take; None if it grows."""
+def room_in(cache: Cache, columns: int) -> int | None:
+    """Columns that a cache of `columns` tokens can still take; None if it grows."""
     longest = cache.get_max_length() if isinstance(cache, StaticCache) else -1
-    return None if longest < 0 else longest - int(cache.get_seq_length())
+    return None if longest < 0 else longest - columns
 
 
 def keep_path(cache: Cache, path: list[int], size: int, end: int) -> None:

@@ -38,11 +38,11 @@ def budget_for(
     trust = drafter.trust(tree.top_k)
     if draft.costs is not None:
         return Budget(draft.costs, tree, trust)
-    room = room_in(verifier.cache)
+    length = max(verifier.lengths)
+    room = room_in(verifier.cache, length)
     measured = tree if room is None or room > tree.total_tokens else tree.at_most(max(room - 1, 1))
     if room is not None and room < 3:  # no tree fits, so nothing will be asked of the curve
         return Budget(CostCurve((0, 1), (1.0, 1.0), 0.0, 0.0), tree)
-    length = max(verifier.lengths)
     key = (str(target.device), target.dtype, len(verifier.lengths), max(length - 1, 255).bit_length(), measured)
     curves = _curves.setdefault(target, WeakKeyDictionary()).setdefault(draft, {})
     if key not in curves:

@@ -66,7 +66,7 @@ class Drafter:
         )
         self.forwards += 1
         if self._recent is None:
-            known = torch.ones_like(tokens, dtype=torch.bool) if fits is None else fits
+            known = torch.full_like(tokens, embeddings is None, dtype=torch.bool) if fits is None else fits
             self._recent = tuple(x[:, -33:].to(self.draft.device) for x in (outputs, tokens, known))
         positions = positions.to(self.draft.device)
         if fits is None or len(tokens) == 1 and bool(fits[0, -1]):
@@ -92,8 +92,8 @@ class Drafter:
         """
         self._forward()
         outputs, tokens, valid = self._recent
-        if outputs.shape[1] < 8:
-            return 1.0  # too short to say anything
+        if outputs.shape[1] < 8 or not bool(valid.any()):
+            return 1.0  # too short to say anything, or a prompt without ids
         logits = self.draft.head(outputs[:, :-1])
         best, ids = logits.float().topk(top_k)
         mass = (best - logits.float().logsumexp(-1, keepdim=True)).exp().sum(-1)

@@ -60,9 +60,8 @@ def tree_decode(
     draft.attach(target)
     emitter = Emitter(input_ids, logits_processor, stopping_criteria, generation_config)
     decoding = _Decoding(target, draft, route, emitter, generation_config, model_kwargs)
-    streamed = stream(streamer, emitter, input_ids.shape[1])
     decoding.prefill(input_ids)
-    streamed = stream(streamer, emitter, streamed)
+    streamed = stream(streamer, emitter, input_ids.shape[1])
     attention = tree_attention(target) if route.kind == "tree" else nullcontext()
     with target._optimize_model_for_decode(), attention, decoding.watched():
         while not emitter.finished:
@@ -207,7 +206,7 @@ class _Decoding:
         room = self.config.max_length - min(emitter.lengths[row] for row in active) - 1
         if self.limit is not None:
             room = min(room, self.limit - max(verifier.lengths) - 1)
-        space = room_in(verifier.cache)
+        space = room_in(verifier.cache, max(verifier.lengths))
         nodes = self.tree.total_tokens if space is None else min(self.tree.total_tokens, space - 1)
         if room < 1 or nodes < 1:
             return None

@@ -163,8 +163,9 @@ def test_a_stateful_processor_is_called_once_per_token_on_the_stock_prefixes(tra
     assert first.seen == second.seen
 
 
-def test_sampling_follows_the_exact_joint_law():
-    """Chi-square over all texts of three tokens: a tree with every token of a tiny vocabulary in it."""
+@pytest.mark.parametrize("rows, draws", [(1, 800), (100, 6000)])
+def test_sampling_follows_the_exact_joint_law(rows, draws):
+    """Chi-square over all texts of three tokens: a tree with every token of a tiny vocabulary in it, alone and in batches."""
     target = tiny_target("llama", vocab=6, sharpness=4.0)
     draft = tiny_draft(target, vocab=6, tree=TreeConfig(depth=2, top_k=3, total_tokens=9))
     prompt = torch.tensor([[3, 4, 5]])
@@ -176,12 +177,12 @@ def test_sampling_follows_the_exact_joint_law():
         law[text] = log_probs.gather(1, torch.tensor(text)[:, None]).sum().exp().item()
     assert abs(sum(law.values()) - 1) < 1e-4
     counts = dict.fromkeys(law, 0)
-    draws, accepted = 3000, 0
-    for seed in range(draws):
+    accepted = 0
+    for seed in range(draws // rows):
         torch.manual_seed(seed)
         out = target.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
+            prompt.expand(rows, -1),
+            attention_mask=torch.ones(rows, 3),
             assistant_model=draft,
             do_sample=True,
             top_k=0,
@@ -189,7 +190,8 @@ def test_sampling_follows_the_exact_joint_law():
             eos_token_id=None,
             return_dict_in_generate=True,
         )
-        counts[tuple(out.sequences[0, 3:].tolist())] += 1
+        for row in out.sequences[:, 3:].tolist():
+            counts[tuple(row)] += 1
         accepted += out.statistics.accepted_tokens
     assert accepted > draws / 2  # the tree was really used
     # Cells of small expectation are pooled, as the test asks for.

@@ -252,21 +252,21 @@ class _Force:
 def test_expected_acceptance_equals_the_mean_of_sampled_decodes(monkeypatch):
     target = tiny_target(sharpness=2.0)
     draft = tiny_draft(target, vocab=60, tree=TREE)
-    prompt, first, draws = torch.randint(3, 60, (1, 8)), 20, 1500
-    accepted = []
+    prompt, first, draws = torch.randint(3, 60, (1, 8)), 20, 3000
+    rows, accepted = 100, []
     original = DecodingStatistics.add_rounds
 
-    def add_rounds(self, rows, drafted):
+    def add_rounds(self, each, drafted):
         if self.rounds == 0:
-            accepted.append(rows[0][0])
-        original(self, rows, drafted)
+            accepted.extend(count for count, _ in each)
+        original(self, each, drafted)
 
     monkeypatch.setattr(DecodingStatistics, "add_rounds", add_rounds)
-    for seed in range(draws):
+    for seed in range(draws // rows):
         torch.manual_seed(seed)
         target.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
+            prompt.expand(rows, -1),
+            attention_mask=torch.ones(rows, prompt.shape[1]),
             assistant_model=draft,
             do_sample=True,
             top_k=0,
