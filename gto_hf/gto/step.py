@@ -38,7 +38,8 @@ class GroupPlan:
         advantages (`torch.FloatTensor` of shape `(groups, m)`): Of the groups that exist.
         reference_log_probs (`torch.FloatTensor` of shape `(groups, m)`): `log M0(path)`.
         rewards, reference_rewards, expected, reference_expected (`(groups, m)`): For the log.
-        target_nodes (`int`): Tree tokens forwarded through the target.
+        target_nodes (`int`): Tree tokens forwarded through the target. tree_nodes (`int`): What it would have been with
+            every tree on its own.
     """
 
     roots: torch.Tensor
@@ -52,6 +53,7 @@ class GroupPlan:
     expected: torch.Tensor
     reference_expected: torch.Tensor
     target_nodes: int
+    tree_nodes: int
 
     def of_groups(self, values: torch.Tensor) -> torch.Tensor:
         """`(B * G * m,)` values of all roots to `(groups, m)` of the groups that exist."""
@@ -68,7 +70,8 @@ def plan_groups(
     tree: TreeConfig,
     target: Any,
     cache: Any,
-    root_logits: torch.Tensor,
+    logits: torch.Tensor,
+    first: int,
     eos_ids: torch.Tensor,
     *,
     as_reference: Callable[[], AbstractContextManager] = nullcontext,
@@ -89,7 +92,7 @@ def plan_groups(
         groups (`torch.LongTensor` of shape `(B, G, m)`), valid (`(B, G)`): See [`sample_groups`].
         tree ([`TreeConfig`]): Shape of the trees, as decoding would draft them.
         target, cache, eos_ids, temperature, sample, max_nodes: See [`score_trees`].
-        root_logits (`torch.FloatTensor` of shape `(B, G * m, V)`): The target's logits at the roots.
+        logits (`torch.FloatTensor` of shape `(B, S, V)`), first (`int`): The target's logits at slots `first ..`.
         as_reference (`Callable`): Context in which `reference` is M0.
         aggregation, eta: See [`tree_reward`]. delta, debias: See [`group_advantages`].
     """
@@ -100,28 +103,30 @@ def plan_groups(
         others = reference_prefix.grow(roots, tree)
     keep = valid.flatten()
 
-    def judge(trees: DraftTree) -> tuple[TreeScores, torch.Tensor, torch.Tensor]:
-        # Draft and reference trees are scored by two calls of equal shape: the same tree then gets the same bits, so
-        # rounding in half precision cannot pass for a difference in reward.
-        scores = score_trees(
-            target,
-            cache,
-            trees,
-            roots,
-            root_logits,
-            sequences.valid,
-            sequences.position_ids,
-            eos_ids,
-            temperature=temperature,
-            sample=sample,
-            max_nodes=max_nodes,
-        )
+    # Draft and reference trees share one trie: equal nodes get equal bits, so rounding in half precision cannot pass for a
+    # difference in reward.
+    (scores, reference_scores), nodes = score_trees(
+        target,
+        cache,
+        [own, others],
+        roots,
+        sequences,
+        logits,
+        first,
+        eos_ids,
+        keep=keep.repeat_interleave(groups.shape[-1]),
+        temperature=temperature,
+        sample=sample,
+        max_nodes=max_nodes,
+    )
+
+    def judge(trees: DraftTree, scores: TreeScores) -> tuple[torch.Tensor, torch.Tensor]:
         probs = prefix_probs(trees, scores.node_log_probs)
         rewards, expected = tree_reward(trees, probs, aggregation, eta), expected_acceptance(trees, probs)
-        return scores, rewards.view(len(keep), -1)[keep], expected.view(len(keep), -1)[keep]
+        return rewards.view(len(keep), -1)[keep], expected.view(len(keep), -1)[keep]
 
-    scores, rewards, expected = judge(own)
-    reference_scores, reference_rewards, reference_expected = judge(others)
+    rewards, expected = judge(own, scores)
+    reference_rewards, reference_expected = judge(others, reference_scores)
     paths, lengths = accepted_paths(own, scores.choices)
     lengths = lengths * keep.repeat_interleave(groups.shape[-1])
     with as_reference():
@@ -138,7 +143,8 @@ def plan_groups(
         reference_rewards=reference_rewards,
         expected=expected,
         reference_expected=reference_expected,
-        target_nodes=scores.nodes + reference_scores.nodes,
+        target_nodes=nodes,
+        tree_nodes=2 * int(keep.sum()) * groups.shape[-1] * tree.total_tokens,
     )
 
 

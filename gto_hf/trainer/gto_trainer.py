@@ -346,10 +346,6 @@ class GTOTrainer(SFTTrainer):
     ) -> GroupPlan:
         """Trees, rewards, advantages and accepted paths; no gradient."""
         args = self.args
-        roots = groups.flatten(1)
-        # Padding groups sit at slot 1, whose logits may not have been computed; any column serves them.
-        column = (roots - reading.first).clamp(0, reading.logits.shape[1] - 1)
-        root_logits = reading.logits.gather(1, column[..., None].expand(-1, -1, reading.logits.shape[-1]))
         with disable_gradient_checkpointing(self.model, args.gradient_checkpointing_kwargs):
             return plan_groups(
                 draft,
@@ -360,7 +356,8 @@ class GTOTrainer(SFTTrainer):
                 self.tree,
                 self.target_model,
                 reading.cache,
-                root_logits,
+                reading.logits,
+                reading.first,
                 self._eos_ids,
                 as_reference=lambda: self.reference.context(unwrapped),
                 aggregation=args.gto_aggregation,

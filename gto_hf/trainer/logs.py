@@ -17,7 +17,7 @@ def logged_names(steps: int, *, with_groups: bool) -> tuple[list[str], list[str]
     if with_groups:
         means += [f"{what}/{who}" for what in ("reward", "expected_acceptance") for who in ("draft", "reference")]
         means += ["accepted_length", "gto/advantage_abs", "gto/ratio", "gto/clip_fraction", "gto/loss"]
-        totals += ["skipped_sequences", "gto/target_nodes"]
+        totals += ["skipped_sequences", "gto/target_nodes", "gto/tree_nodes"]
     return means, totals
 
 
@@ -43,3 +43,4 @@ def log_groups(sums: Sums, plan: GroupPlan, grouped: GroupLoss) -> None:
     sums.values("gto/clip_fraction", grouped.clipped)
     sums.mean("gto/loss", grouped.loss.detach(), len(plan.advantages))
     sums.total("gto/target_nodes", plan.target_nodes)
+    sums.total("gto/tree_nodes", plan.tree_nodes)

@@ -53,9 +53,8 @@ def plan_for(target, draft, reference, batch, *, groups=None, valid=None, num_gr
     if groups is None:
         groups, valid = sample_groups(roots, num_groups, size, torch.Generator().manual_seed(0))
     reading = read_target(target, ids, mask, list(draft.config.feature_layers), 0, ids.shape[1], use_cache=True)
-    logits = reading.logits.gather(1, groups.flatten(1)[..., None].expand(-1, -1, reading.logits.shape[-1]))
     plan = plan_groups(
-        draft, reference, reading.sequences, groups, valid, TREE, target, reading.cache, logits, EOS_IDS,
+        draft, reference, reading.sequences, groups, valid, TREE, target, reading.cache, reading.logits, 0, EOS_IDS,
         max_nodes=20, **kwargs,
     )  # fmt: skip
     assert reading.cache.get_seq_length() == ids.shape[1]  # scoring leaves the cache as it was
@@ -407,7 +406,6 @@ def test_scores_do_not_depend_on_how_many_trees_share_a_forward(llama, rows):
     for max_nodes in (1, 17, 10_000):
         groups = torch.tensor([[[3, 4], [6, 7]]] * 3)
         reading = read_target(llama, ids, mask, list(draft.config.feature_layers), 0, ids.shape[1], use_cache=True)
-        logits = reading.logits.gather(1, groups.flatten(1)[..., None].expand(-1, -1, 64))
         plans.append(
             plan_groups(
                 draft,
@@ -418,7 +416,8 @@ def test_scores_do_not_depend_on_how_many_trees_share_a_forward(llama, rows):
                 TREE,
                 llama,
                 reading.cache,
-                logits,
+                reading.logits,
+                0,
                 EOS_IDS,
                 max_nodes=max_nodes,
             )  # fmt: skip
@@ -448,11 +447,9 @@ def test_nothing_below_end_of_sequence_is_accepted(llama, rows):
     from gto_hf.gto import score_trees
 
     roots = groups.flatten(1)
-    logits = reading.logits.gather(1, roots[..., None].expand(-1, -1, 64))
-    scores = score_trees(
-        llama, reading.cache, trees, roots, logits, reading.sequences.valid, reading.sequences.position_ids,
-        torch.tensor([inner]),
-    )  # fmt: skip
+    (scores,), _ = score_trees(
+        llama, reading.cache, [trees], roots, reading.sequences, reading.logits, 0, torch.tensor([inner])
+    )
     ended = trees.tokens == inner
     below = ended.gather(1, trees.parents)
     below[:, 0] = False

@@ -82,7 +82,7 @@ def test_every_logged_quantity_is_there_and_finite(llama, draft, rows, tmp_path)
     expected = {
         "token_loss", "accuracy/step_0", "accuracy/step_2", "tau_simulated", "reward/draft", "reward/reference",
         "expected_acceptance/draft", "expected_acceptance/reference", "accepted_length", "gto/advantage_abs",
-        "gto/ratio", "gto/clip_fraction", "gto/loss", "gto/target_nodes", "skipped_sequences", "trained_tokens",
+        "gto/ratio", "gto/clip_fraction", "gto/loss", "gto/target_nodes", "gto/tree_nodes", "skipped_sequences", "trained_tokens",
         "num_tokens", "grad_norm",
     }  # fmt: skip
     for entry in trainer.state.log_history[:2]:
