@@ -6,6 +6,7 @@ Importing this package lets `generate` take a draft as `assistant_model` (see [`
 undoes that. The trainer and the evaluation are imported on first use, so decoding needs no trl.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .checkpoints import AutoDraft
@@ -65,4 +66,6 @@ def __getattr__(name: str) -> Any:
         from . import evaluation
 
         return getattr(evaluation, name)
+    if name in ("data", "evaluation", "trainer"):
+        return import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

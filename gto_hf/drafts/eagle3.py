@@ -133,7 +133,8 @@ class Eagle3Draft(DraftModel):
             if token_counts is None:
                 raise ValueError(
                     f"`draft_vocab_size={config.draft_vocab_size}` of {config.vocab_size} tokens needs `token_counts`: "
-                    "which tokens are kept decides what the draft can say. Use `count_tokens(rows, vocab_size)`."
+                    "which tokens are kept decides what the draft can say. Use `gto_hf.count_tokens(rows, vocab_size)` for "
+                    "rows of ids, or `gto_hf.data.dataset_token_counts(dataset, tokenizer, vocab_size)`."
                 )
             if len(token_counts) != config.vocab_size:
                 raise ValueError(

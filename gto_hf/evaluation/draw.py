@@ -83,8 +83,14 @@ def draw_tree(
 
     Raises:
         ImportError: If rich, or for a file matplotlib, is not installed.
+        TypeError: If `trace` is no recorded round.
         ValueError: If the suffix of `file` is none of the three, or `max_nodes` is negative.
     """
+    if not isinstance(trace, RoundTrace):
+        raise TypeError(
+            f"`draw_tree` draws one recorded round, got {type(trace).__name__}. Call `generate` inside "
+            "`with gto_hf.record_rounds():` and pass one entry of `output.trace`."
+        )
     path = None if file is None else Path(file)
     if path is not None and path.suffix.lower() not in SUFFIXES:
         raise ValueError(f"Cannot draw to `file={str(file)!r}`: its name must end in {', '.join(SUFFIXES)}.")

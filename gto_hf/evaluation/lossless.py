@@ -102,6 +102,11 @@ def verify_lossless(
         max_new_tokens (`int`, *optional*, defaults to `64`): Length of the texts.
         **generate_kwargs: Passed to both `generate` calls; sampling is compared from the same seed (0).
     """
+    if not isinstance(prompts, (list, tuple, torch.Tensor)) or any(len(prompt) == 0 for prompt in prompts):
+        raise TypeError(
+            "`prompts` are token ids, one sequence of at least one id per prompt, for example "
+            "`[tokenizer(text)['input_ids'] for text in texts]`."
+        )
     divergences, identical, accepted, rounds = [], 0, 0, 0
     for number, prompt in enumerate(prompts):
         ids = torch.as_tensor(prompt, dtype=torch.long, device=model.device).reshape(1, -1)

@@ -81,8 +81,11 @@ def misalignment(rounds: list[RoundTrace], texts: Mapping[int, list[int]] | None
         [`Misalignment`]: NaN shares and lengths for no rounds.
 
     Raises:
+        TypeError: If nothing was recorded.
         ValueError: If a text of `texts` does not hold what a round of its row emitted.
     """
+    if rounds is None:
+        raise TypeError("There are no recorded rounds: call `generate` inside `with gto_hf.record_rounds():`.")
     total = len(rounds)
     if not total:
         return Misalignment(0, *[float("nan")] * 4)
