@@ -80,7 +80,11 @@ def test_every_path_is_in_the_trie_once(seed, nodes, limit, rows):
         row, whole = paths[i]
         anchor, offset = int(trie.anchors[i]), int(trie.offsets[i])
         assert anchor // length == row and anchor % length + 1 + offset == len(whole)
+    check_groups(trie, rows, length, limit)
 
+
+def check_groups(trie, rows, length, limit):
+    """Every node is in one group, with all its ancestors off the text."""
     groups = chunks(trie, rows, limit)
     seen = torch.cat([g[g >= 0] for g in groups]) if groups else torch.empty(0, dtype=torch.long)
     assert seen.sort().values.tolist() == list(range(len(trie.parents)))
