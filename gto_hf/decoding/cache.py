@@ -10,6 +10,7 @@ leaves.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +18,9 @@ from transformers import Cache, DynamicCache, StaticCache
 from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
 
-def prepare_cache(target: Any, cache: Any, *, rows: int, columns: int, nodes: int, chain: bool) -> Cache:
+def prepare_cache(
+    target: Any, cache: Any, *, rows: int, columns: int, nodes: int, chain: bool
+) -> tuple[Cache, Callable[[], None]]:
     """
     The cache to decode with: the given one where drafted tokens can be removed from it again.
 
@@ -26,6 +29,9 @@ def prepare_cache(target: Any, cache: Any, *, rows: int, columns: int, nodes: in
         cache (`Cache`): What `generate` made or the user passed.
         rows (`int`): Sequences of the batch. columns (`int`): Of the finished text. nodes (`int`): Drafted tokens of a
             round. chain (`bool`): No trees.
+
+    Returns:
+        The cache, and what puts exchanged layers back once decoding is over.
 
     Raises:
         ValueError: If drafted tokens cannot be removed from it and it is the user's, or a quantized one.
@@ -52,8 +58,8 @@ def prepare_cache(target: Any, cache: Any, *, rows: int, columns: int, nodes: in
         if any(isinstance(layer, DynamicIndexedLayer) for layer in cache.layers):
             raise ValueError("Drafts do not support the cache of indexed (sparse) attention. Omit `assistant_model`.")
         if rows > 1 and not chain:
-            _keep_windows_whole(cache)
-    return cache
+            return cache, _keep_windows_whole(cache)
+    return cache, lambda: None
 
 
 def _static(target: Any, cache: StaticCache, own: bool, nodes: int) -> Cache:
@@ -70,7 +76,12 @@ def _static(target: Any, cache: StaticCache, own: bool, nodes: int) -> Cache:
         return DynamicCache(config=target.config)
     if not own or cache.is_initialized:
         return cache
-    roomy = StaticCache(config=target.config, max_cache_len=cache.get_max_length() + nodes)
+    roomy = StaticCache(
+        config=target.config,
+        max_cache_len=cache.get_max_length() + nodes,
+        offloading=cache.offloading,
+        offload_only_non_sliding=getattr(cache, "only_non_sliding", True),
+    )
     # With the tree a text may no longer fit in a window that it fitted in alone.
     return roomy if roomy.is_croppable else DynamicCache(config=target.config)
 
@@ -79,13 +90,14 @@ def _has_evicted(layer: DynamicSlidingWindowLayer) -> bool:
     return layer.is_initialized and layer.cumulative_length > layer.keys.shape[-2]
 
 
-def _keep_windows_whole(cache: DynamicCache) -> None:
+def _keep_windows_whole(cache: DynamicCache) -> Callable[[], None]:
     """
     Let layers with a window keep everything: rows of different length need different windows of the same columns.
 
     Raises:
         ValueError: If the cache was used before and has already dropped what a shorter row would need.
     """
+    exchanged: list[tuple[int, DynamicSlidingWindowLayer]] = []
     for index, layer in enumerate(cache.layers):
         if not isinstance(layer, DynamicSlidingWindowLayer):
             continue
@@ -98,6 +110,16 @@ def _keep_windows_whole(cache: DynamicCache) -> None:
         if layer.is_initialized:
             whole.update(layer.keys, layer.values)
         cache.layers[index] = whole
+        exchanged.append((index, layer))
+
+    def restore() -> None:
+        for index, layer in exchanged:
+            whole = cache.layers[index]
+            layer.reset()
+            layer.update(whole.keys, whole.values)  # keeps its window
+            cache.layers[index] = layer
+
+    return restore
 
 
 def room_in(cache: Cache, columns: int) -> int | None:

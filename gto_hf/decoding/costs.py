@@ -27,19 +27,27 @@ _curves: WeakKeyDictionary[Any, WeakKeyDictionary[Any, dict[tuple, CostCurve]]] 
 
 
 def budget_for(
-    target: Any, draft: DraftModel, verifier: Verifier, drafter: Drafter, tree: TreeConfig, roots: torch.Tensor
+    target: Any,
+    draft: DraftModel,
+    verifier: Verifier,
+    drafter: Drafter,
+    tree: TreeConfig,
+    roots: torch.Tensor,
+    limit: int | None,
 ) -> Budget:
     """
     The budget of one `generate` call: on `draft.costs` if that is set, else on a measured and remembered curve.
 
     Measuring happens on the call's own cache, after its prefill, once per target, draft, device, dtype, batch size, tree
-    limits and context range (powers of two); it takes about forty target forwards.
+    limits and context range (powers of two); it takes about forty target forwards. Nothing past position `limit` is run.
     """
     trust = drafter.trust(tree.top_k)
     if draft.costs is not None:
         return Budget(draft.costs, tree, trust)
     length = max(verifier.lengths)
     room = room_in(verifier.cache, length)
+    if limit is not None:  # positions end there
+        room = min(limit - length, tree.total_tokens + 1 if room is None else room)
     measured = tree if room is None or room > tree.total_tokens else tree.at_most(max(room - 1, 1))
     if room is not None and room < 3:  # no tree fits, so nothing will be asked of the curve
         return Budget(CostCurve((0, 1), (1.0, 1.0), 0.0, 0.0), tree)

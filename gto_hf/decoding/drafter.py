@@ -7,10 +7,26 @@ The draft's keys and values are rebuilt every round from the target's features; 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from gto_hf.drafts import DraftModel, DraftPrefix, NodeSteps
 from gto_hf.tree import DraftTree, Expansion, Growth, TreeConfig, grow_trees
+
+
+@contextmanager
+def evaluating(draft: DraftModel) -> Iterator[None]:
+    """Within it the draft is in evaluation mode: its dropout must not draw from the generator that chooses tokens."""
+    training = [module for module in draft.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 class Drafter:

@@ -8,6 +8,7 @@ columns of that row's own text (see `cache.py`), so every row is decoded as if i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -20,7 +21,7 @@ from gto_hf.tree import Budget, DraftTree, TreeConfig
 
 from .cache import room_in
 from .costs import budget_for
-from .drafter import Drafter
+from .drafter import Drafter, evaluating
 from .outputs import TokenStates, TreeDecodeOutput
 from .request import prepare_request
 from .statistics import DecodingStatistics
@@ -56,14 +57,15 @@ def tree_decode(
     Raises:
         ValueError: See [`prepare_request`]; before any forward.
     """
-    route = prepare_request(target, draft, input_ids, generation_config, model_kwargs, logits_processor)
+    route, restore = prepare_request(target, draft, input_ids, generation_config, model_kwargs, logits_processor)
     draft.attach(target)
     emitter = Emitter(input_ids, logits_processor, stopping_criteria, generation_config)
-    decoding = _Decoding(target, draft, route, emitter, generation_config, model_kwargs)
-    decoding.prefill(input_ids)
-    streamed = stream(streamer, emitter, input_ids.shape[1])
+    decoding = _Decoding(target, draft, route, emitter, generation_config, model_kwargs, restore)
     attention = tree_attention(target) if route.kind == "tree" else nullcontext()
-    with target._optimize_model_for_decode(), attention, decoding.watched():
+    with evaluating(draft):
+        decoding.prefill(input_ids)
+    streamed = stream(streamer, emitter, input_ids.shape[1])
+    with target._optimize_model_for_decode(), attention, evaluating(draft), decoding.watched():
         while not emitter.finished:
             decoding.round()
             streamed = stream(streamer, emitter, streamed)
@@ -83,6 +85,7 @@ class _Decoding:
         emitter: Emitter,
         config: GenerationConfig,
         model_kwargs: dict[str, Any],
+        restore: Callable[[], None],
     ) -> None:
         self.target, self.draft, self.emitter, self.config = target, draft, emitter, config
         self.tree = draft.tree if route.kind == "tree" else draft.tree.chain()
@@ -95,10 +98,13 @@ class _Decoding:
             config,
             chain=route.kind == "chain",
             size=self.tree.total_tokens + 1,
+            limit=position_limit(target),
+            restore=restore,
             all_states=self.wants_states,
         )
         self.drafter = Drafter(draft)
-        self.limit = position_limit(target)
+        limits = [limit for limit in (position_limit(target), draft.position_limit()) if limit is not None]
+        self.limit = min(limits, default=None)
         self.statistics = DecodingStatistics()
         self.recorder = active_recorder()
         self.watch = Stopwatch(self.recorder is not None and self.recorder.seconds)
@@ -133,9 +139,9 @@ class _Decoding:
         self.offset = verifier.prompt_columns - emitter.prompt_length
         if not emitter.finished:
             self._read_prompt(features)
-        if self.tree.auto and not emitter.finished:
+        if self.tree.auto and not emitter.finished and self._limited() is not None:
             roots = emitter.newest().to(self.target.device)
-            self.budget = budget_for(self.target, self.draft, verifier, self.drafter, self.tree, roots)
+            self.budget = budget_for(self.target, self.draft, verifier, self.drafter, self.tree, roots, self.limit)
 
     def _read_prompt(self, features: torch.Tensor | None) -> None:
         """Pairs of the prompt: the feature of a column with the token of the next."""
@@ -175,8 +181,13 @@ class _Decoding:
         before, known = list(verifier.lengths), list(emitter.lengths)
         with watch.part("total"):
             tree = self._grow()
+            verifier.done = [not emitter.wants(row) for row in range(emitter.rows)]
             logits, features = verifier.verify(tree)
-            paths, accepted = walk(tree, logits, emitter)
+            try:
+                paths, accepted = walk(tree, logits, emitter)
+            except BaseException:  # the user's code: leave no drafted token in the user's cache
+                verifier.commit([[] for _ in verifier.lengths])
+                raise
             self._keep_states(paths, before)
             verifier.commit(self._kept(paths))
             self._read_paths(features, paths, known, before)
@@ -278,6 +289,7 @@ class _Decoding:
         missing = [cached < known + self.offset and known < final for cached, known in ends]
         if len(missing) == 1 or not outlives or not any(missing):
             return
+        self.verifier.done = [True] * len(missing)
         self.verifier.verify(DraftTree.root_only(self.emitter.newest().to(self.target.device)))
         self.verifier.commit([[0] if m else [] for m in missing])
         self.verifier.outputs = None

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -47,10 +48,10 @@ def check_mode(target: nn.Module, draft: DraftModel, config: GenerationConfig) -
         )
     if not config.do_sample and (config.penalty_alpha or 0) > 0:
         raise ValueError("Contrastive search (`penalty_alpha`) cannot use a draft. Unset it.")
-    for name in ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp"):
+    for name in ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "dola_layers"):
         if getattr(config, name, None):
             raise ValueError(
-                f"`{name}` asks for another way of drafting than `assistant_model`. Unset one of the two."
+                f"`{name}` asks for another way of decoding than `assistant_model`. Unset one of the two."
             )
     if config.use_cache is False:
         raise ValueError("Drafts need the target's KV cache; `use_cache=False` was given. Leave it at its default.")
@@ -66,15 +67,15 @@ def prepare_request(
     config: GenerationConfig,
     model_kwargs: dict[str, Any],
     processors: LogitsProcessorList,
-) -> Route:
+) -> tuple[Route, Callable[[], None]]:
     """
     Refuse what the loop cannot serve, and put a cache in `model_kwargs` that drafted tokens can be removed from.
 
     Returns:
-        [`Route`]: Whether to draft trees or chains.
+        [`Route`]: Whether to draft trees or chains; and what puts the cache's exchanged layers back at the end.
 
     Raises:
-        ValueError: As [`check_mode`]; for sharded generation, batches where only a chain is possible, guidance of a batch,
+        ValueError: As [`check_mode`]; for virtual tokens (prompt tuning), for sharded generation, batches where only a chain is possible, guidance of a batch,
             caches that cannot drop rows, and texts across a `longrope` switch.
     Warns:
         If only a chain can be drafted, and if the text may grow past the draft's trained length or past
@@ -83,6 +84,12 @@ def prepare_request(
     route = check_mode(target, draft, config)
     if model_kwargs.pop("synced_gpus", None):
         raise ValueError("Drafts do not run under ZeRO-3 or FSDP generation (`synced_gpus`).")
+    owner = getattr(target.prepare_inputs_for_generation, "__self__", target)  # PEFT puts its own in place
+    adapter = getattr(owner, "active_peft_config", None)
+    if getattr(adapter, "is_prompt_learning", False) and "PREFIX" not in str(adapter.peft_type):
+        raise ValueError(
+            f"This target has virtual tokens ({adapter.peft_type}), which drafts cannot read. Omit `assistant_model`."
+        )
     embeds = model_kwargs.get("inputs_embeds")
     rows, prompt = input_ids.shape[0], max(input_ids.shape[1], 0 if embeds is None else embeds.shape[1])
     if prompt == 0:
@@ -99,7 +106,7 @@ def prepare_request(
     _check_lengths(target, draft, config, embedded)
     tree = draft.tree
     nodes = tree.depth if route.kind == "chain" else tree.total_tokens
-    model_kwargs["cache"] = prepare_cache(
+    model_kwargs["cache"], restore = prepare_cache(
         target,
         model_kwargs.get("cache"),
         rows=rows,
@@ -107,7 +114,7 @@ def prepare_request(
         nodes=nodes,
         chain=route.kind == "chain",
     )
-    return route
+    return route, restore
 
 
 def _check_lengths(target: nn.Module, draft: DraftModel, config: GenerationConfig, embedded: int) -> None:
@@ -122,6 +129,12 @@ def _check_lengths(target: nn.Module, draft: DraftModel, config: GenerationConfi
         warnings.warn(
             f"The text may grow to {longest} tokens; the target's positions end or change at {limit}, and nothing is "
             "drafted past that."
+        )
+    own = draft.position_limit()
+    if own is not None and longest > own:
+        warn_once(
+            draft,
+            f"The text may grow to {longest} tokens; the draft's positions end at {own}, and nothing is drafted past that.",
         )
     trained = draft.config.trained_length
     if trained is not None and longest > trained:

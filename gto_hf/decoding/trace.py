@@ -206,6 +206,8 @@ class Stopwatch:
         replaced = []
         for part, methods in parts.items():
             for owner, name in methods:
+                if hasattr(getattr(owner, name), "_timed_by"):
+                    continue  # another call, in another thread, is taking the time of this draft
                 replaced.append((owner, name, owner.__dict__.get(name)))
                 owner.__dict__[name] = self._timed(part, getattr(owner, name))
         try:
@@ -222,4 +224,5 @@ class Stopwatch:
             with self.part(part):
                 return method(*args, **kwargs)
 
+        timed._timed_by = self
         return timed

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ class Verifier:
         padding (`torch.LongTensor` of shape `(B, 1)`): Padding columns before each row's text.
         outputs: Of the last forward. size_of_round (`int`): Its nodes, root included.
         forward (`Callable`): The target's forward, compiled where `generate` would compile it.
-        prompt_columns (`int`): Columns of the cache after the prefill.
+        done (`list[bool]`): Rows that have ended. prompt_columns (`int`): Columns of the cache after the prefill.
 
     Args:
         target (`PreTrainedModel`): Unmodified model.
@@ -33,6 +35,8 @@ class Verifier:
         config (`GenerationConfig`): Of this call.
         chain (`bool`): Check chains with the model's own causal mask, one row only.
         size (`int`): Most nodes of a round, root included.
+        limit (`int`, *optional*): First position that the target does not have. restore (`Callable`): Called at the end,
+            puts layers of the cache back that were exchanged.
         all_states (`bool`): Keep the states of all layers: the user asked for them.
     """
 
@@ -45,10 +49,13 @@ class Verifier:
         *,
         chain: bool,
         size: int,
+        limit: int | None = None,
+        restore: Callable[[], None] = lambda: None,
         all_states: bool = False,
     ) -> None:
         self.target, self.layers, self.chain, self.size = target, layers, chain, size
         self._kwargs, self._config = kwargs, config
+        self.limit, self._restore, self.done = limit, restore, []
         self._states: Any = True if all_states else (layers or None)
         self.cache: Any = kwargs["cache"]
         self.outputs: Any = None
@@ -63,7 +70,13 @@ class Verifier:
         """Logits `(B, V)` after the prompt and features `(B, F, k * Ht)` of all that was forwarded."""
         chunks: list[torch.Tensor] = []
         kwargs = {**self._kwargs, **self._wanted_states()}
-        hook = self.target.register_forward_hook(lambda module, args, output: chunks.append(self._features(output)))
+        thread = threading.get_ident()
+
+        def collect(module: Any, args: Any, output: Any) -> None:
+            if threading.get_ident() == thread:  # another call may use the same target at the same time
+                chunks.append(self._features(output))
+
+        hook = self.target.register_forward_hook(collect)
         try:
             self.outputs = self.target._prefill(input_ids, self._config, kwargs)  # one forward per chunk
         finally:
@@ -83,6 +96,7 @@ class Verifier:
         else:
             self.padding = (self._known.long().cumsum(1) == 0).sum(1, keepdim=True)
         # Sliding and convolution layers forget what rolling back needs, unless told; before the prefill they would keep all.
+        self._silent = [layer for layer in self.cache.layers if not getattr(layer, "record_past", True)]
         self.cache.activate_past_recording()
         return self.outputs.logits[:, -1], None if not self.layers else torch.cat(chunks, dim=1)
 
@@ -104,7 +118,13 @@ class Verifier:
                 kwargs[name] = kwargs[name][:, -1:].expand(-1, size)
         position_ids = self._kwargs.get("position_ids")
         if position_ids is not None:
-            kwargs["position_ids"] = position_ids[..., -1:] + self._since_prompt(tree)
+            positions = position_ids[..., -1:] + self._since_prompt(tree)
+            if self.limit is not None and any(
+                self.done
+            ):  # a row that has ended may stand right behind the last position
+                done = torch.tensor(self.done, device=positions.device)[:, None]
+                positions = torch.where(done, positions.clamp(max=self.limit - 1), positions)
+            kwargs["position_ids"] = positions
         inputs = self.target.prepare_inputs_for_generation(
             tree.tokens,
             next_sequence_length=size,
@@ -135,6 +155,9 @@ class Verifier:
         extra = max(self.lengths) - columns
         if extra > 0:
             self.cache.crop(-extra)
+        for layer in self._silent:
+            layer.record_past = False
+        self._restore()
 
     # ------------------------------------------------------------------ masks
     def _since_prompt(self, tree: DraftTree) -> torch.Tensor:

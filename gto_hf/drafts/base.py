@@ -272,6 +272,10 @@ class DraftModel(PreTrainedModel):
         scale = embedding_scale(self._borrowed.module)
         return inputs_embeds.to(self.device, self.dtype) / scale
 
+    def position_limit(self) -> int | None:
+        """First position that the draft cannot read; None if its positions have no end."""
+        return None
+
     def get_input_embeddings(self) -> nn.Module | None:
         """The draft's own embedding; None when it borrows the target's."""
         return self.embed_tokens if self.config.own_embeddings else None

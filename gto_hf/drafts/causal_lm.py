@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from gto_hf.target import backend_mask, decoding_route, fingerprint, text_config, unwrap
+from gto_hf.target import backend_mask, decoding_route, fingerprint, position_limit, text_config, unwrap
 from gto_hf.tree import TreeConfig
 
 from .attention import KeyValues
@@ -118,7 +118,7 @@ class CausalLMDraft(DraftModel):
         cache = DynamicCache() if key_values is None else DynamicCache(key_values[:-1])
         own = positions[:, None, :, None]
         keys = own if key_values is None else torch.cat([key_values[-1][0], own], dim=2)
-        output = self.model.base_model(
+        output = self.model.get_decoder()(
             # Padding rows of a larger target stand for no token; should one occur, the draft may read anything.
             input_ids=input_ids.clamp(max=text_config(self.model).vocab_size - 1),
             attention_mask=backend_mask(self.model, visible, self.model.dtype, positions, keys[:, 0, :, 0]),
@@ -167,6 +167,10 @@ class CausalLMDraft(DraftModel):
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """The small model's own embeddings."""
         return self.model.get_input_embeddings()(input_ids)
+
+    def position_limit(self) -> int | None:
+        """See [`DraftModel.position_limit`]: the small model's own."""
+        return position_limit(self.model)
 
     def get_input_embeddings(self) -> nn.Module:
         """The small model's embedding."""

@@ -85,6 +85,7 @@ class LosslessReport:
 
 
 @torch.inference_mode()
+@torch.random.fork_rng()
 def verify_lossless(
     model: Any,
     draft: DraftModel,
@@ -222,8 +223,12 @@ def _check_pair(
         )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        short = verify_lossless(model, draft, (prompts or random)[:1], max_new_tokens=16)
-        report.lossless = verify_lossless(model, draft, prompts or random) if full else short
+        try:
+            short = verify_lossless(model, draft, (prompts or random)[:1], max_new_tokens=16)
+            report.lossless = verify_lossless(model, draft, prompts or random) if full else short
+        except ValueError as error:  # the model's own generation config asks for what drafts cannot do
+            report.lines.append(f"`generate` refuses this pair: {error}")
+            return
     report.lines.append(str(report.lossless))
     if prompts is not None and report.lossless.tau < 1.1:
         report.lines.append("the draft is hardly ever right on these prompts: is it made for this target?")

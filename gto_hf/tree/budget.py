@@ -42,7 +42,9 @@ class CostCurve:
     def __post_init__(self) -> None:
         if len(self.nodes) != len(self.target) or len(self.nodes) < 2 or self.nodes[0] != 0:
             raise ValueError("A cost curve needs seconds for at least two numbers of nodes, the first one 0.")
-        if list(self.nodes) != sorted(set(self.nodes)) or min(*self.target, self.draft, self.level) < 0:
+        if list(self.nodes) != sorted(set(self.nodes)) or not all(
+            0 <= seconds < float("inf") for seconds in (*self.target, self.draft, self.level)
+        ):
             raise ValueError("A cost curve needs ascending numbers of nodes and seconds that are not negative.")
 
     def target_seconds(self, nodes: int) -> float:
