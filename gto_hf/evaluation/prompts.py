@@ -84,8 +84,12 @@ def _question(row: dict[str, Any], number: int, label: str) -> Question:
     """One row in any of the three formats."""
     name, key = str(row.get("set", label)), str(row.get("id", row.get("question_id", number)))
     if row.get("turns"):
+        if not all(isinstance(turn, str) for turn in row["turns"]):
+            raise ValueError(f"Row {number} of `{label}`: `turns` must be a list of strings.")
         return Question(key, name, tuple(row["turns"]))
     if row.get("messages"):
+        if not all({"role", "content"} <= set(message) for message in row["messages"]):
+            raise ValueError(f"Row {number} of `{label}`: every message needs `role` and `content`.")
         said = [(message["role"], message["content"]) for message in row["messages"]]
         while said and said[-1][0] == "assistant":
             said.pop()  # the answer is what is to be written
@@ -99,6 +103,8 @@ def _question(row: dict[str, Any], number: int, label: str) -> Question:
 
 def spread(questions: list[T], count: int) -> list[T]:
     """`count` questions (or other rows) at equal distances, so that every set keeps its share; a fixed choice."""
+    if count < 1 or not questions:
+        raise ValueError(f"Cannot choose {count} of {len(questions)} questions; ask for at least one.")
     step = len(questions) / count
     return [questions[int(i * step)] for i in range(count)] if count < len(questions) else questions
 

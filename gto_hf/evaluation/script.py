@@ -32,9 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="own",
         help="comma-separated: own, chat, code, math, a .jsonl file with `turns`, `messages` or `prompt`, a Hub id",
     )
-    parser.add_argument("--questions", type=int, default=None, help="how many questions in all, spread over the sets")
+    parser.add_argument(
+        "--questions", type=positive, default=None, help="how many questions in all, spread over the sets"
+    )
     parser.add_argument("--temperature", default="0", help="comma-separated; 0 is greedy")
-    parser.add_argument("--max-new-tokens", type=int, default=128, help="longest answer")
+    parser.add_argument("--max-new-tokens", type=positive, default=128, help="longest answer")
     parser.add_argument(
         "--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"], help="of the weights"
     )
@@ -49,12 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> list[SystemRun]:
     """Load, answer, print the table; returns the runs."""
     temperatures = tuple(float(t) for t in args.temperature.split(","))
-    questions: list[Question] = [q for name in args.sets.split(",") for q in load_questions(name)]
+    questions: list[Question] = [q for name in question_sets(args.sets) for q in load_questions(name)]
     if args.require_identical and args.dtype != "float32":
         raise ValueError("`--require-identical` needs `--dtype float32`: half precision rounds near-ties differently.")
     if args.questions is not None:
         questions = spread(questions, args.questions)
-    device = args.device or (torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu")
+    device = find_device(args.device)
     dtype = getattr(torch, args.dtype)
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype).to(device).eval()
     tokenizer = AutoTokenizer.from_pretrained(args.target)
@@ -96,9 +98,41 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="prompt i is sampled with seed + i")
 
 
+def find_device(name: str | None) -> torch.device:
+    """The named device, or an accelerator if there is one, else the CPU; raises `ValueError` if it cannot hold a tensor."""
+    if name is None:
+        return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    try:
+        torch.ones(1, device=name).cpu()
+        return torch.device(name)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ValueError(f"`--device {name}` cannot be used here: {str(error).splitlines()[0]}") from error
+
+
+def positive(text: str) -> int:
+    """An option that counts something: an integer of at least 1."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
+    return int(text)
+
+
+def writable(path: Path | None) -> None:
+    """Raise `ValueError` before any work if a file could not be written afterwards."""
+    if path is not None and not path.resolve().parent.is_dir():
+        raise ValueError(f"Cannot write `{path}`: there is no folder `{path.resolve().parent}`.")
+
+
+def question_sets(names: str) -> list[str]:
+    """`"own,code"` to its names."""
+    found = [name.strip() for name in names.split(",") if name.strip()]
+    if not found:
+        raise ValueError("`--sets` names no question set.")
+    return found
+
+
 def load_models(args: argparse.Namespace) -> tuple[Any, Any, Any]:
     """Target, tokenizer and attached draft of [`add_model_arguments`]."""
-    device = args.device or (torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu")
+    device = find_device(args.device)
     dtype = getattr(torch, args.dtype)
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype).to(device).eval()
     draft = AutoDraft.from_pretrained(args.draft, target=target, dtype=dtype).to(device)

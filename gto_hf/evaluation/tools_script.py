@@ -17,11 +17,11 @@ from gto_hf.decoding import record_rounds
 from gto_hf.tree import TreeConfig
 
 from .bench import AUTO, as_json, bench_decode, bench_table, default_systems, limits_line, paired_ratio
-from .draw import draw_tree
+from .draw import SUFFIXES, draw_tree
 from .lossless import check
 from .misalignment import misalignment, misalignment_table
 from .prompts import load_questions, spread
-from .script import add_model_arguments, load_models, settings
+from .script import add_model_arguments, load_models, positive, question_sets, settings, writable
 
 
 def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +29,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=["decode"], help="what to measure")
     add_model_arguments(parser)
     parser.add_argument(
-        "--questions", type=int, default=30, help="first turns of how many questions, spread over the sets"
+        "--questions", type=positive, default=30, help="first turns of how many questions, spread over the sets"
     )
     parser.add_argument(
         "--trees",
@@ -37,9 +37,9 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         help="fixed trees as depth x top-k x nodes (root excluded), comma-separated; their maxima limit the auto tree",
     )
     parser.add_argument("--assistant", default=None, help="a small LM for stock chain assistance")
-    parser.add_argument("--early-exit", type=int, default=None, help="layers of stock early-exit assistance")
+    parser.add_argument("--early-exit", type=positive, default=None, help="layers of stock early-exit assistance")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    parser.add_argument("--max-new-tokens", type=int, default=64, help="longest answer")
+    parser.add_argument("--max-new-tokens", type=positive, default=64, help="longest answer")
     parser.add_argument("--no-memory", action="store_true", help="leave out the peak memory")
     parser.add_argument("--output", type=Path, default=None, help="write everything measured to this JSON file")
 
@@ -47,8 +47,13 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
 def run_bench(args: argparse.Namespace) -> str:
     """Measure, print the table and what limits the speed; returns the table."""
     trees = [parse_tree(text) for text in args.trees.split(",")]
+    if len(set(trees)) < len(trees):
+        raise ValueError(f"`--trees {args.trees}` names a tree twice.")
+    if args.max_new_tokens < 2:
+        raise ValueError("`--max-new-tokens` must be 2 or more: the first token is the prefill's and needs no draft.")
+    writable(args.output)
     target, tokenizer, draft = load_models(args)
-    questions = spread([q for name in args.sets.split(",") for q in load_questions(name)], args.questions)
+    questions = spread([q for name in question_sets(args.sets) for q in load_questions(name)], args.questions)
     prompts = [render_prompt(tokenizer, q.messages(0, [])) for q in questions]
     assistant = None
     if args.assistant is not None:
@@ -94,14 +99,16 @@ def parse_tree(text: str) -> TreeConfig:
 def add_check_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `gto-hf check`."""
     add_model_arguments(parser)
-    parser.add_argument("--questions", type=int, default=4, help="how many questions to compare texts on, with --full")
+    parser.add_argument(
+        "--questions", type=positive, default=4, help="how many questions to compare texts on, with --full"
+    )
     parser.add_argument("--full", action="store_true", help="compare texts on real questions as well")
 
 
 def run_check(args: argparse.Namespace) -> None:
     """Print the verdict; fails if the pair cannot be used."""
     target, tokenizer, draft = load_models(args)
-    questions = spread([q for name in args.sets.split(",") for q in load_questions(name)], args.questions)
+    questions = spread([q for name in question_sets(args.sets) for q in load_questions(name)], args.questions)
     prompts = [render_prompt(tokenizer, q.messages(0, [])) for q in questions]
     if not check(target, draft, full=args.full, prompts=prompts).ok:
         raise ValueError("The check failed; see above.")
@@ -112,14 +119,17 @@ def add_draw_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     parser.add_argument("--prompt", default=None, help="what to answer; default: the first question of the sets")
     parser.add_argument("--round", type=int, default=0, help="which round to draw, from 0")
-    parser.add_argument("--max-new-tokens", type=int, default=64, help="longest answer")
+    parser.add_argument("--max-new-tokens", type=positive, default=64, help="longest answer")
     parser.add_argument("--file", type=Path, default=None, help="draw to this .svg, .png or .pdf as well")
 
 
 def run_draw(args: argparse.Namespace) -> None:
     """Answer one prompt, print one round as a tree and the misalignment figures of all rounds."""
+    if args.file is not None and args.file.suffix.lower() not in SUFFIXES:
+        raise ValueError(f"`--file {args.file}` must end in {', '.join(SUFFIXES)}.")
+    writable(args.file)
     target, tokenizer, draft = load_models(args)
-    question = load_questions(args.sets.split(",")[0])[0]
+    question = load_questions(question_sets(args.sets)[0])[0]
     messages = question.messages(0, []) if args.prompt is None else [{"role": "user", "content": args.prompt}]
     ids = torch.tensor([render_prompt(tokenizer, messages)], device=target.device)
     with record_rounds() as recorder:

@@ -200,7 +200,8 @@ def test_text_after_an_image_equals_stock(name, attention):
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "gemma3_text", "gpt2", "gemma2", "granite", "cohere2", "deepseek_v3", "gemma3n_text"]
+    "name",
+    ["llama", "gemma3_text", "gpt2", "gemma2", "granite", "cohere2", "deepseek_v3", "gemma3n_text", "llama4_text"],
 )
 def test_a_language_model_drafting_for_its_copy_is_always_right(name):
     model = build(name, FAMILIES[name].attention[0])

@@ -104,6 +104,38 @@ def test_the_bench_command_writes_what_it_measured(folders, capsys):
     assert "depth x top-k x nodes" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "command, options, words",
+    [
+        ("bench decode", ["--trees", "3x3x8,3x3x8"], "twice"),
+        ("bench decode", ["--max-new-tokens", "1"], "2 or more"),
+        ("bench decode", ["--output", "/nowhere/at/all.json"], "no folder"),
+        ("bench decode", ["--device", "foo"], "--device foo"),
+        ("check", ["--sets", ","], "names no question set"),
+        ("draw", ["--file", "tree.gif"], "must end in"),
+        ("draw", ["--file", "/nowhere/at/all.svg"], "no folder"),
+    ],
+)
+def test_bad_options_are_one_line_before_any_work(folders, capsys, command, options, words):
+    assert main([*command.split(), *arguments(folders, *options)]) == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("gto-hf: error:") and words in error
+
+
+@pytest.mark.parametrize("option", ["--questions", "--max-new-tokens", "--early-exit"])
+def test_counts_are_positive(folders, capsys, option):
+    with pytest.raises(SystemExit):
+        main(["bench", "decode", *arguments(folders, option, "0")])
+    assert "not a positive integer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("row", ['{"turns": [1, 2]}', '{"messages": [{"content": "x"}]}'])
+def test_rows_that_are_no_questions_are_named(folders, capsys, row):
+    (folders / "questions.jsonl").write_text(row + "\n")
+    assert main(["check", *arguments(folders)]) == 1
+    assert "Row 0" in capsys.readouterr().err
+
+
 def test_the_check_and_draw_commands(folders, capsys):
     assert main(["check", *arguments(folders, "--full", "--questions", "2")]) == 0
     assert "2 of 2 texts identical" in capsys.readouterr().out
