@@ -118,7 +118,7 @@ class CausalLMDraft(DraftModel):
         cache = DynamicCache() if key_values is None else DynamicCache(key_values[:-1])
         own = positions[:, None, :, None]
         keys = own if key_values is None else torch.cat([key_values[-1][0], own], dim=2)
-        output = self.model.get_decoder()(
+        output = _body(self.model)(
             # Padding rows of a larger target stand for no token; should one occur, the draft may read anything.
             input_ids=input_ids.clamp(max=text_config(self.model).vocab_size - 1),
             attention_mask=backend_mask(self.model, visible, self.model.dtype, positions, keys[:, 0, :, 0]),
@@ -178,6 +178,14 @@ class CausalLMDraft(DraftModel):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_target": None}
+
+
+def _body(model: PreTrainedModel) -> nn.Module:
+    """The model below the head, which returns hidden states."""
+    body = model.get_decoder()
+    if body is not model:
+        return body
+    return next(child for child in model.children() if isinstance(child, PreTrainedModel))  # Llama 4 names itself
 
 
 def _check_model(model: nn.Module) -> None:
