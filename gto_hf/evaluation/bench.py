@@ -82,9 +82,13 @@ class SystemResult:
         return sum(taus) / len(taus) if taus else float("nan")
 
     def milliseconds(self, part: str) -> float:
-        """Mean per round spent in `target`, `draft`, `processors`, `host` or `total`; NaN without recorded rounds."""
+        """Median over rounds of what `target`, `draft`, `processors`, `host` or `total` took; NaN without recorded rounds."""
         times = [t for a in self.answers for t in a.times]
-        return 1000 * sum(getattr(t, part) for t in times) / len(times) if times else float("nan")
+        return 1000 * statistics.median(getattr(t, part) for t in times) if times else float("nan")
+
+    def part(self, which: list[int]) -> SystemResult:
+        """The answers to some of the prompts."""
+        return SystemResult(self.name, [self.answers[index] for index in which], self.peak_memory)
 
     @property
     def nodes(self) -> float:
@@ -230,7 +234,7 @@ def peak_memory(action: Callable[[], Any], device: torch.device) -> int:
 
 
 def bench_table(results: list[SystemResult]) -> str:
-    """The results as Markdown; times are means per round in milliseconds."""
+    """The results as Markdown; times are medians over rounds, in milliseconds."""
     plain = results[0]
     head = (
         "| system | tokens/s | SR [95 %] | τ macro | τ micro | nodes | ms/round | target | draft | processors | host | host % |"
@@ -247,6 +251,26 @@ def bench_table(results: list[SystemResult]) -> str:
             f"{result.peak_memory / 2**20:.0f}" if result.peak_memory else "-",
         ]
         lines.append("| " + " | ".join("-" if cell == "nan" else cell for cell in cells) + " |")
+    return "\n".join(lines)
+
+
+def sets_table(results: list[SystemResult], sets: list[str]) -> str:
+    """
+    Speed-up and macro τ of every system on each prompt set, as Markdown.
+
+    Args:
+        results (`list[SystemResult]`): The first one is plain generation. sets (`list[str]`): Set of each prompt, in order.
+    """
+    names = list(dict.fromkeys(sets))
+    lines = ["| system | " + " | ".join(f"{name}: SR, τ" for name in names) + " |", "|" + "---|" * (len(names) + 1)]
+    for result in results:
+        cells = []
+        for name in names:
+            which = [index for index, each in enumerate(sets) if each == name]
+            some = result.part(which)
+            tau = "-" if math.isnan(some.tau_macro) else f"{some.tau_macro:.2f}"
+            cells.append(f"{paired_ratio(some, results[0].part(which)).mean:.2f}, {tau}")
+        lines.append(f"| {result.name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

@@ -16,7 +16,7 @@ from gto_hf.data import render_prompt
 from gto_hf.decoding import record_rounds
 from gto_hf.tree import TreeConfig
 
-from .bench import AUTO, as_json, bench_decode, bench_table, default_systems, limits_line, paired_ratio
+from .bench import AUTO, as_json, bench_decode, bench_table, default_systems, limits_line, paired_ratio, sets_table
 from .draw import SUFFIXES, draw_tree
 from .lossless import check
 from .misalignment import misalignment, misalignment_table
@@ -70,18 +70,19 @@ def run_bench(args: argparse.Namespace) -> str:
         memory=not args.no_memory,
     )
     facts = settings(args, questions, {s.name: s.tree.to_dict() for s in systems if s.tree is not None})
-    facts["draft"] = args.draft
+    facts["draft"], facts["prompt sets"] = args.draft, [question.set for question in questions]
     table = bench_table(results)
     auto = next(r for r in results if r.name == AUTO)
     fixed = [r for r in results if r.name.startswith("draft, tree")]
     best = max(fixed, key=lambda r: r.tokens_per_second)
     median = statistics.median(t.total * 1000 for a in auto.answers for t in a.times)
     print("\n" + table + "\n")
+    print(sets_table(results, [question.set for question in questions]) + "\n")
     print(f"{AUTO} over the best fixed one ({best.name}): {paired_ratio(auto, best)}; median round {median:.1f} ms;")
     print(f"{auto.counts.plain_rounds} of its {auto.counts.rounds} rounds drafted nothing")
     for result in (best, auto):
         print(limits_line(result, results[0]))
-    print(", ".join(f"{key}: {value}" for key, value in facts.items()))
+    print(", ".join(f"{key}: {value}" for key, value in facts.items() if key != "prompt sets"))
     if args.output is not None:
         args.output.write_text(json.dumps(as_json(results, facts), indent=1), encoding="utf-8")
     return table

@@ -21,6 +21,7 @@ from gto_hf.evaluation.bench import (
     limits_line,
     paired_ratio,
     peak_memory,
+    sets_table,
 )
 from tests.families import FAMILIES, prompt
 from tests.tiny import tiny_draft, tiny_tokenizer
@@ -38,6 +39,18 @@ def test_the_paired_ratio_by_hand():
     assert ratio.high / ratio.mean == pytest.approx(math.exp(half)) and ratio.low * ratio.high == pytest.approx(
         ratio.mean**2
     )
+
+
+def test_sets_are_told_apart():
+    fast, plain = result("fast", [1.0, 2.0, 1.0]), result(PLAIN, [2.0, 8.0, 3.0])
+    table = sets_table([plain, fast], ["chat", "code", "chat"])
+    assert "| chat: SR, τ | code: SR, τ |" in table
+    assert f"| fast | {math.sqrt(6):.2f}, 1.75 | 4.00, 1.75 |" in table
+
+
+def test_times_are_medians():
+    times = [RoundTimes(total=t) for t in (0.01, 0.02, 0.5)]
+    assert result("draft", [1.0], times=times).milliseconds("total") == pytest.approx(20)
 
 
 def test_the_line_on_limits_names_the_largest_cost():
