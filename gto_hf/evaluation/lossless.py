@@ -224,8 +224,9 @@ def _check_pair(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            short = verify_lossless(model, draft, (prompts or random)[:1], max_new_tokens=16)
-            report.lossless = verify_lossless(model, draft, prompts or random) if full else short
+            chosen = random if prompts is None else prompts
+            short = verify_lossless(model, draft, chosen[:1], max_new_tokens=16)
+            report.lossless = verify_lossless(model, draft, chosen) if full else short
         except ValueError as error:  # the model's own generation config asks for what drafts cannot do
             report.lines.append(f"`generate` refuses this pair: {error}")
             return

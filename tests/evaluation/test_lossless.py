@@ -17,6 +17,7 @@ def test_a_sound_pair_is_ready(llama, draft, capsys):
     assert report.ok and report.route == "tree" and report.tree_error < 1e-5
     assert report.lossless.identical == report.lossless.prompts == 2 and not report.lossless.divergences
     assert "verdict: ready to use" in capsys.readouterr().out
+    assert gto_hf.check(llama, draft, full=True, prompts=prompt(2, 7), verbose=False).lossless.prompts == 2  # a tensor
 
 
 def test_chains_and_refusals_are_named(capsys):
