@@ -115,8 +115,9 @@ def _keep_windows_whole(cache: DynamicCache) -> Callable[[], None]:
     def restore() -> None:
         for index, layer in exchanged:
             whole = cache.layers[index]
-            layer.reset()
-            layer.update(whole.keys, whole.values)  # keeps its window
+            if whole.is_initialized:
+                layer.reset()
+                layer.update(whole.keys, whole.values)  # keeps its window
             cache.layers[index] = layer
 
     return restore

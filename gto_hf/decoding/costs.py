@@ -49,7 +49,7 @@ def budget_for(
     if limit is not None:  # positions end there
         room = min(limit - length, tree.total_tokens + 1 if room is None else room)
     measured = tree if room is None or room > tree.total_tokens else tree.at_most(max(room - 1, 1))
-    if room is not None and room < 3:  # no tree fits, so nothing will be asked of the curve
+    if room is not None and room < 3:  # a single node at most: not worth measuring
         return Budget(CostCurve((0, 1), (1.0, 1.0), 0.0, 0.0), tree)
     key = (str(target.device), target.dtype, len(verifier.lengths), max(length - 1, 255).bit_length(), measured)
     curves = _curves.setdefault(target, WeakKeyDictionary()).setdefault(draft, {})

@@ -62,16 +62,19 @@ def tree_decode(
     emitter = Emitter(input_ids, logits_processor, stopping_criteria, generation_config)
     decoding = _Decoding(target, draft, route, emitter, generation_config, model_kwargs, restore)
     attention = tree_attention(target) if route.kind == "tree" else nullcontext()
-    with evaluating(draft):
-        decoding.prefill(input_ids)
-    streamed = stream(streamer, emitter, input_ids.shape[1])
-    with target._optimize_model_for_decode(), attention, evaluating(draft), decoding.watched():
-        while not emitter.finished:
-            decoding.round()
-            streamed = stream(streamer, emitter, streamed)
-        if streamer is not None:
-            streamer.end()
-        return decoding.result()
+    try:
+        with evaluating(draft):
+            decoding.prefill(input_ids)
+        streamed = stream(streamer, emitter, input_ids.shape[1])
+        with target._optimize_model_for_decode(), attention, evaluating(draft), decoding.watched():
+            while not emitter.finished:
+                decoding.round()
+                streamed = stream(streamer, emitter, streamed)
+            if streamer is not None:
+                streamer.end()
+            return decoding.result()
+    finally:
+        decoding.verifier.release()
 
 
 class _Decoding:
@@ -224,11 +227,10 @@ class _Decoding:
         return self.tree.limited(room).at_most(nodes)
 
     def _keep_states(self, paths: list[list[int]], lengths: list[int]) -> None:
-        outputs, size = self.verifier.outputs, self.verifier.size_of_round
+        outputs = self.verifier.outputs
         if self.states is not None:
             self.states.add_states(outputs.hidden_states, paths)
         if self.attentions is not None:
-            self.attentions.set_size(size)
             self.attentions.add_attentions(self.target, outputs.attentions, paths, lengths, max(lengths))
 
     def _read_paths(

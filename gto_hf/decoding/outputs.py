@@ -69,14 +69,10 @@ class TokenStates:
                     kind = kinds[None if types is None else types[index]]
                     some = columns[-(kind.window or kind.chunk or len(columns)) :]
                     # Layers with a window hold the last columns only.
-                    first = max(past + self._size - layer.shape[-1], 0)
+                    first = max(past + layer.shape[-2] - layer.shape[-1], 0)
                     where = torch.tensor([c - first for c in some if c >= first], device=layer.device)
                     picked.append(layer[row : row + 1, :, node : node + 1].index_select(-1, where))
                 self._rows[row].append(picked)
-
-    def set_size(self, size: int) -> None:
-        """Nodes of this round's trees, root included."""
-        self._size = size
 
     def result(self, tokens: int) -> tuple[Any, ...]:
         """One entry per emitted token, `tokens` in all; rows that stopped before hold zeros."""

@@ -63,7 +63,9 @@ class Verifier:
         self._compiled = target._valid_auto_compile_criteria(kwargs, config)
         self.forward = target.get_compiled_call(config.compile_config) if self._compiled else target.__call__
         self._kinds = layer_kinds(target)
+        self._silent: list[Any] = []  # layers of the cache that recorded no past before
         self._buffer: torch.Tensor | None = None
+        self._dirty: slice | None = None  # columns of the buffer that the last round wrote
 
     # ------------------------------------------------------------------ prefill
     def prefill(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -119,9 +121,8 @@ class Verifier:
         position_ids = self._kwargs.get("position_ids")
         if position_ids is not None:
             positions = position_ids[..., -1:] + self._since_prompt(tree)
-            if self.limit is not None and any(
-                self.done
-            ):  # a row that has ended may stand right behind the last position
+            if self.limit is not None and any(self.done):
+                # A row that has ended may stand right behind the last position.
                 done = torch.tensor(self.done, device=positions.device)[:, None]
                 positions = torch.where(done, positions.clamp(max=self.limit - 1), positions)
             kwargs["position_ids"] = positions
@@ -155,6 +156,9 @@ class Verifier:
         extra = max(self.lengths) - columns
         if extra > 0:
             self.cache.crop(-extra)
+
+    def release(self) -> None:
+        """Leave the cache's layers as they were found, however the call has ended."""
         for layer in self._silent:
             layer.record_past = False
         self._restore()
@@ -231,8 +235,6 @@ class Verifier:
         past = max(self.lengths)
         self._dirty = slice(past, width)
         return buffer[:, :size, :width]
-
-    _dirty: slice | None = None
 
     def _width(self, size: int) -> int:
         """Columns of the cache during this round."""

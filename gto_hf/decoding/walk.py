@@ -99,9 +99,9 @@ class Emitter:
             return torch.multinomial(scores.softmax(-1), num_samples=1)
         return scores.argmax(-1, keepdim=True)
 
-    def append(self, row: int, token: torch.Tensor | int) -> None:
-        """Append a token to a row and check the stops."""
-        length = self.lengths[row]
+    def emit(self, row: int, logits: torch.Tensor) -> int:
+        """Choose the next token of a row from `logits` `(1, V)`, append it, check the stops."""
+        token, length = int(self.choose(row, logits)), self.lengths[row]
         if length == self._ids.shape[1]:
             self._ids = torch.cat([self._ids, torch.full_like(self._ids, self._fill)], dim=1)
         self._ids[row, length] = token
@@ -109,13 +109,7 @@ class Emitter:
         seen = None if self.scores is None else tuple(self.scores[row])
         if self._stops[row] is None and bool(self._criteria(self.row(row), seen).all()):
             self._stops[row] = length + 1
-
-    def emit(self, row: int, logits: torch.Tensor) -> int:
-        """Choose the next token of a row from `logits` `(1, V)`, append it, check the stops."""
-        token = self.choose(row, logits)
-        value = int(token)
-        self.append(row, value)
-        return value
+        return token
 
     def sequences(self) -> torch.Tensor:
         """`(B, L)`: the result; rows that stopped before others are padded."""

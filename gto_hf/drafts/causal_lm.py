@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from gto_hf.target import backend_mask, decoding_route, fingerprint, position_limit, text_config, unwrap
+from gto_hf.target import backend_mask, check_backend, decoding_route, fingerprint, position_limit, text_config, unwrap
 from gto_hf.tree import TreeConfig
 
 from .attention import KeyValues
@@ -198,11 +198,7 @@ def _check_model(model: nn.Module) -> None:
             f"{route.reason}, so it cannot draft a tree. Pass the plain model as `assistant_model`: transformers drafts a "
             "chain with it."
         )
-    if text_config(model)._attn_implementation not in ("sdpa", "eager"):
-        raise ValueError(
-            f"The small model uses `attn_implementation={text_config(model)._attn_implementation!r}`, which takes no tree "
-            'mask. Call `model.set_attn_implementation("sdpa")` first.'
-        )
+    check_backend(model)
 
 
 def _config_of(model: PreTrainedModel, target: nn.Module | None, tree: TreeConfig | None) -> DraftConfig:

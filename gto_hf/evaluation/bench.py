@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 from tqdm.auto import tqdm
 
-from gto_hf.decoding import DecodingStatistics, RoundTimes, record_rounds
+from gto_hf.decoding import RoundTimes, record_rounds
 from gto_hf.drafts import DraftModel
 from gto_hf.tree import TreeConfig
 
+from .runs import PLAIN, PromptRun, SystemRun, answer
 
-PLAIN = "plain generate"
+
 AUTO = "auto tree"
 
 
@@ -43,43 +43,33 @@ class System:
 
 
 @dataclass
-class Answer:
-    """One call: new tokens, seconds with the prefill, counts and times of the rounds (empty for other systems)."""
+class Answer(PromptRun):
+    """
+    One answer and where its time went.
 
-    tokens: list[int]
-    seconds: float
-    statistics: DecodingStatistics | None
-    times: list[RoundTimes]
+    Attributes:
+        times (`list[RoundTimes]`): Of its rounds; empty for other systems than ours.
+    """
+
+    times: list[RoundTimes] = field(default_factory=list)
 
     @property
     def rate(self) -> float:
-        """Tokens per second."""
+        """Tokens per second, prefill included."""
         return len(self.tokens) / self.seconds
 
 
 @dataclass
-class SystemResult:
-    """All answers of one system, in prompt order, and its peak of extra memory in bytes on one prompt."""
+class SystemResult(SystemRun):
+    """
+    All answers of one system, in prompt order.
 
-    name: str
+    Attributes:
+        peak_memory (`int`): Peak of extra memory in bytes on one prompt; 0 if not measured.
+    """
+
     answers: list[Answer] = field(default_factory=list)
     peak_memory: int = 0
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Total tokens by total seconds."""
-        return sum(len(a.tokens) for a in self.answers) / sum(a.seconds for a in self.answers)
-
-    @property
-    def counts(self) -> DecodingStatistics:
-        """Summed over prompts."""
-        return sum((a.statistics for a in self.answers if a.statistics), DecodingStatistics())
-
-    @property
-    def tau_macro(self) -> float:
-        """Mean over prompts of each prompt's acceptance length, bonus counted."""
-        taus = [a.statistics.tau for a in self.answers if a.statistics and a.statistics.rounds]
-        return sum(taus) / len(taus) if taus else float("nan")
 
     def milliseconds(self, part: str) -> float:
         """Median over rounds of what `target`, `draft`, `processors`, `host` or `total` took; NaN without recorded rounds."""
@@ -88,7 +78,7 @@ class SystemResult:
 
     def part(self, which: list[int]) -> SystemResult:
         """The answers to some of the prompts."""
-        return SystemResult(self.name, [self.answers[index] for index in which], self.peak_memory)
+        return replace(self, answers=[self.answers[index] for index in which])
 
     @property
     def nodes(self) -> float:
@@ -136,7 +126,6 @@ def default_systems(
     return [*systems, System(AUTO, drafted, auto)]
 
 
-@torch.inference_mode()
 def run_system(
     target: Any,
     draft: DraftModel,
@@ -148,30 +137,17 @@ def run_system(
     seed: int,
 ) -> Answer:
     """One timed `generate` call; the draft's own tree is restored afterwards."""
-    ids = torch.tensor([prompt], device=target.device)
-    sampling: dict[str, Any] = {"do_sample": False}
-    if temperature:
-        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     before = draft.tree
     if system.tree is not None:
         draft.tree = system.tree
-    torch.manual_seed(seed)
     try:
         with record_rounds(trees=False, seconds=True) as recorder:
-            start = time.perf_counter()
-            output = target.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=new_tokens,
-                return_dict_in_generate=True,
-                **sampling,
-                **system.kwargs,
+            run = answer(
+                target, prompt, temperature=temperature, max_new_tokens=new_tokens, seed=seed, **system.kwargs
             )
-            tokens = output.sequences[0, len(prompt) :].tolist()  # waits for the device
-            seconds = time.perf_counter() - start
     finally:
         draft.tree = before
-    return Answer(tokens, seconds, getattr(output, "statistics", None), recorder.times)
+    return Answer(run.tokens, run.seconds, run.statistics, recorder.times)
 
 
 def bench_decode(
@@ -198,15 +174,15 @@ def bench_decode(
         memory (`bool`, *optional*, defaults to `True`): Measure the peak memory on the first prompt, apart from the timing.
     """
     options = {"new_tokens": new_tokens, "temperature": temperature}
-    results = {system.name: SystemResult(system.name) for system in systems}
+    results = {system.name: SystemResult(system.name, temperature) for system in systems}
     for system in systems:  # first calls pay for allocations, an automatic tree for measuring its costs
         run_system(target, draft, system, prompts[0], seed=seed, **options)
     with tqdm(total=len(prompts) * len(systems), desc="bench") as bar:
         for number, prompt in enumerate(prompts):
             turn = number % len(systems)
             for system in [*systems[turn:], *systems[:turn]]:
-                answer = run_system(target, draft, system, prompt, seed=seed + number, **options)
-                results[system.name].answers.append(answer)
+                made = run_system(target, draft, system, prompt, seed=seed + number, **options)
+                results[system.name].answers.append(made)
                 bar.update()
     if memory:
         for system in systems:
@@ -244,7 +220,7 @@ def bench_table(results: list[SystemResult]) -> str:
     for result in results:
         ms = {part: result.milliseconds(part) for part in ("total", "target", "draft", "processors", "host")}
         cells = [result.name, f"{result.tokens_per_second:.1f}", str(paired_ratio(result, plain))]
-        cells += [f"{result.tau_macro:.2f}", f"{result.counts.tau:.2f}", f"{result.nodes:.0f}"]
+        cells += [f"{result.tau_macro:.2f}", f"{result.tau_micro:.2f}", f"{result.nodes:.0f}"]
         cells += [f"{ms[part]:.1f}" for part in ("total", "target", "draft", "processors", "host")]
         cells += [
             f"{100 * ms['host'] / ms['total']:.0f}",
@@ -277,7 +253,7 @@ def sets_table(results: list[SystemResult], sets: list[str]) -> str:
 def limits_line(result: SystemResult, plain: SystemResult) -> str:
     """In plain words, what keeps a system from being faster."""
     step = 1000 * sum(a.seconds for a in plain.answers) / max(sum(len(a.tokens) for a in plain.answers), 1)
-    total, tau = result.milliseconds("total"), result.counts.tau
+    total, tau = result.milliseconds("total"), result.tau_micro
     parts = {
         "the larger target forward": result.milliseconds("target") - step,
         "the draft": result.milliseconds("draft"),

@@ -100,6 +100,7 @@ def answer(
     temperature: float = 0.0,
     max_new_tokens: int = 128,
     seed: int = 0,
+    **generate_kwargs: Any,
 ) -> PromptRun:
     """
     One timed `generate` call.
@@ -111,6 +112,7 @@ def answer(
         temperature (`float`, *optional*, defaults to `0.0`): 0 is greedy. No other warper is active.
         max_new_tokens (`int`, *optional*, defaults to `128`): Longest answer.
         seed (`int`, *optional*, defaults to `0`): Set before the call.
+        **generate_kwargs: More arguments for `generate`.
     """
     ids = torch.tensor([prompt], device=target.device)
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
@@ -121,8 +123,7 @@ def answer(
         attention_mask=torch.ones_like(ids),
         max_new_tokens=max_new_tokens,
         return_dict_in_generate=True,
-        assistant_model=draft,
-        **({"do_sample": False} | sampling),
+        **({"do_sample": False, "assistant_model": draft} | sampling | generate_kwargs),
     )
     tokens = output.sequences[0, len(prompt) :].tolist()  # waits for the device
     seconds = time.perf_counter() - start

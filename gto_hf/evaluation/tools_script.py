@@ -79,7 +79,7 @@ def run_bench(args: argparse.Namespace) -> str:
     print("\n" + table + "\n")
     print(sets_table(results, [question.set for question in questions]) + "\n")
     print(f"{AUTO} over the best fixed one ({best.name}): {paired_ratio(auto, best)}; median round {median:.1f} ms;")
-    print(f"{auto.counts.plain_rounds} of its {auto.counts.rounds} rounds drafted nothing")
+    print(f"{auto.statistics.plain_rounds} of its {auto.statistics.rounds} rounds drafted nothing")
     for result in (best, auto):
         print(limits_line(result, results[0]))
     print(", ".join(f"{key}: {value}" for key, value in facts.items() if key != "prompt sets"))

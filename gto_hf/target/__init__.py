@@ -14,7 +14,7 @@ from .describe import (
     text_config,
     unwrap,
 )
-from .masks import LayerKind, backend_form, backend_mask, layer_kinds, tree_attention, visible_by_kind
+from .masks import LayerKind, backend_form, backend_mask, check_backend, layer_kinds, tree_attention, visible_by_kind
 from .routes import Route, check_tree_support, decoding_route, has_windows
 
 
@@ -24,6 +24,7 @@ __all__ = [
     "Route",
     "backend_form",
     "backend_mask",
+    "check_backend",
     "check_tree_support",
     "decoding_route",
     "default_feature_layers",

@@ -72,16 +72,21 @@ def backend_form(target: nn.Module, visible: torch.Tensor, dtype: torch.dtype) -
     Raises:
         ValueError: If the attention backend takes no such mask.
     """
-    backend = text_config(target)._attn_implementation
+    check_backend(target)
     mask = visible[:, None]
-    if backend == "eager":
-        return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
-    if backend == "sdpa":
+    if text_config(target)._attn_implementation == "sdpa":
         return mask
-    raise ValueError(
-        f"The target uses `attn_implementation={backend!r}`, which takes no tree mask. Load it with "
-        '`attn_implementation="sdpa"` (or call `model.set_attn_implementation("sdpa")`).'
-    )
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
+
+
+def check_backend(model: nn.Module) -> None:
+    """Raise `ValueError` if a model's attention backend takes no tree mask."""
+    backend = text_config(model)._attn_implementation
+    if backend not in ("sdpa", "eager"):
+        raise ValueError(
+            f"{type(unwrap(model)).__name__} uses `attn_implementation={backend!r}`, which takes no tree mask. Load it with "
+            '`attn_implementation="sdpa"` (or call `model.set_attn_implementation("sdpa")`).'
+        )
 
 
 def backend_mask(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from .describe import text_config, unwrap
-from .masks import layer_kinds
+from .masks import check_backend, layer_kinds
 
 
 # Layer types whose past a mask describes, or (`moe`, `mlp`) that have none.
@@ -89,12 +89,7 @@ def check_tree_support(target: nn.Module) -> None:
     route = decoding_route(target)
     if route.kind != "tree":
         raise ValueError(f"{route.reason}, so no tree can be scored.")
-    config = text_config(target)
-    if config._attn_implementation not in ("sdpa", "eager"):
-        raise ValueError(
-            f"The target uses `attn_implementation={config._attn_implementation!r}`, which takes no tree mask. Load it "
-            'with `attn_implementation="sdpa"` (or call `model.set_attn_implementation("sdpa")`).'
-        )
+    check_backend(target)
 
 
 def has_windows(target: nn.Module) -> bool:

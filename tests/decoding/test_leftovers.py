@@ -64,6 +64,22 @@ def test_windows_evict_again_after_a_call_and_in_a_batch_they_come_back():
         assert cache.layers[0].keys.shape[-2] == 7
 
 
+@pytest.mark.parametrize("calls", [1, 9])
+def test_windows_come_back_after_an_exception(calls):
+    model = FAMILIES["mistral"].build()
+    for rows in (1, 2):
+        ids = prompt(rows, 4)
+        whole = run(model, ids)
+        cache = DynamicCache(config=model.config)
+        draft = OracleDraft.for_texts(model, whole)
+        with pytest.raises(KeyError):
+            run(model, ids, assistant_model=draft, cache=cache, logits_processor=[_Fails(calls)])
+        assert all(type(x) is DynamicSlidingWindowLayer and not x.record_past for x in cache.layers)
+        if rows == 1:
+            known = cache.get_seq_length()
+            assert torch.equal(run(model, whole[:, : known + 1], cache=cache, max_new_tokens=24 - known - 1), whole)
+
+
 def test_threads_share_a_target_and_a_draft():
     model = tiny_target("llama")
     draft = tiny_draft(model)

@@ -470,22 +470,6 @@ def test_a_quantized_target_is_lossless_against_itself():
         assert torch.equal(run(model, ids, assistant_model=draft).sequences, stock.sequences)
 
 
-def test_target_and_draft_on_different_devices_meet_at_the_boundary():
-    """A mock: the second device is the CPU under a draft whose `device` is asked for at every hand-over."""
-    model = FAMILIES["llama"].build()
-    ids = prompt(1, 12)
-    stock = run(model, ids)
-    draft = OracleDraft.for_texts(model, stock.sequences)
-    asked = []
-    original = type(draft).device.fget
-    try:
-        type(draft).device = property(lambda self: asked.append(1) or original(self))
-        drafted = run(model, ids, assistant_model=draft)
-    finally:
-        type(draft).device = property(original)
-    assert torch.equal(drafted.sequences, stock.sequences) and len(asked) >= drafted.statistics.rounds
-
-
 # ---------------------------------------------------------------- surroundings
 def test_the_text_generation_pipeline_takes_a_draft():
     model, tokenizer = FAMILIES["llama"].build(), tiny_tokenizer()

@@ -29,7 +29,7 @@ from tests.tiny import tiny_draft, tiny_tokenizer
 
 def result(name, seconds, tokens=10, times=()):
     statistics = DecodingStatistics(emitted_tokens=tokens, rounds=4, accepted_histogram=[1, 3], bonus_tokens=4)
-    return SystemResult(name, [Answer([1] * tokens, s, statistics, list(times)) for s in seconds])
+    return SystemResult(name, 0.0, [Answer([1] * tokens, s, statistics, list(times)) for s in seconds])
 
 
 def test_the_paired_ratio_by_hand():
