@@ -75,7 +75,7 @@ def count_groups(roots: torch.Tensor, num_groups: int, group_size: int) -> int:
 
 
 def sample_groups(
-    roots: torch.Tensor, num_groups: int, group_size: int, generator: torch.Generator
+    roots: torch.Tensor, num_groups: int, group_size: int, generator: torch.Generator | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Up to `num_groups` non-overlapping groups of `group_size` adjacent roots per row (K and m of Sec. 3.2).
@@ -84,7 +84,8 @@ def sample_groups(
 
     Args:
         roots (`torch.BoolTensor` of shape `(B, T)`): See [`roots_of`].
-        generator (`torch.Generator`): CPU generator; the only randomness.
+        generator (`torch.Generator`, *optional*): CPU generator; the only randomness. None gives a fixed grid: a row has the
+            same groups every time, evenly spread.
 
     Returns:
         `positions` `(B, G, m)` int64, ascending, and `valid` `(B, G)` bool. `G` is the largest number of groups of a
@@ -95,7 +96,11 @@ def sample_groups(
     chosen = []
     for row in roots.cpu():
         slots = torch.tensor(_slots(row, group_size, generator), dtype=torch.long)
-        chosen.append(slots[torch.randperm(len(slots), generator=generator)[:num_groups]].sort().values)
+        if generator is None:
+            count = min(num_groups, len(slots))
+            chosen.append(slots[torch.arange(count) * len(slots) // max(count, 1)])
+        else:
+            chosen.append(slots[torch.randperm(len(slots), generator=generator)[:num_groups]].sort().values)
     width = max(len(slots) for slots in chosen)
     valid = torch.tensor([[j < len(slots) for j in range(width)] for slots in chosen], dtype=torch.bool)
     starts = torch.ones(len(chosen), width, dtype=torch.long)

@@ -8,6 +8,7 @@ to its anchor and its own ancestors. The cache is cropped back after each forwar
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from gto_hf.target import backend_mask
 from gto_hf.tree import DraftTree
 
+from .reading import Readout
 from .sequences import Sequences
 from .trie import Trie, build_trie, chunks
 
@@ -29,7 +31,7 @@ class TreeScores:
         node_log_probs (`torch.FloatTensor` of shape `(R, N + 1)`): Log-probability (nats) of each node's token after
             its parent's path; -inf below an end-of-sequence token. Column 0 is 0.
         choices (`torch.LongTensor` of shape `(R, N + 1)`): The target's next token after each node (argmax or sample);
-            -1 at end-of-sequence nodes.
+            -1 at leaves, where none is needed, and at end-of-sequence nodes.
     """
 
     node_log_probs: torch.Tensor
@@ -43,11 +45,11 @@ def score_trees(
     trees: list[DraftTree],
     roots: torch.Tensor,
     sequences: Sequences,
-    logits: torch.Tensor,
-    first: int,
+    readout: Readout,
     eos_ids: torch.Tensor,
     *,
     keep: torch.Tensor | None = None,
+    known: list[TreeScores | None] | None = None,
     temperature: float = 1.0,
     sample: torch.Generator | None = None,
     max_nodes: int = 1024,
@@ -55,7 +57,8 @@ def score_trees(
     """
     Score several batches of `n` trees for each of `B` sequences, all on the same roots.
 
-    Equal nodes are one node, so equal trees get equal bits.
+    Equal nodes are one node, so equal trees get equal bits. A node is forwarded only if something below it must be read from
+    it: leaves are not, and neither is what `known` says already.
 
     Args:
         target (`PreTrainedModel`): Frozen causal LM.
@@ -63,10 +66,11 @@ def score_trees(
         trees (`list[DraftTree]`): Each of `B * n` rows, sequence-major.
         roots (`torch.LongTensor` of shape `(B, n)`): Slot of each root in its sequence.
         sequences ([`Sequences`]): As they were forwarded.
-        logits (`torch.FloatTensor` of shape `(B, S, V)`): The target's logits at slots `first ..`, all roots among them.
-        first (`int`): Slot of the first of them.
+        readout ([`Readout`]): The target's logits, with all roots among its slots.
         eos_ids (`torch.LongTensor` of shape `(E,)`): Nothing below these is accepted.
         keep (`torch.BoolTensor` of shape `(B * n,)`, *optional*): Trees to score; the others get zeros.
+        known (`list[TreeScores | None]`, *optional*): For each batch of trees, scores that are known; they are returned
+            as they are, and used for equal nodes of other trees.
         temperature (`float`, *optional*, defaults to `1.0`): Of the target's distribution.
         sample (`torch.Generator`, *optional*): Draw `choices` instead of taking the most likely token; once per node.
         max_nodes (`int`, *optional*, defaults to `1024`): Nodes per sequence and forward (at least one whole branch).
@@ -77,44 +81,90 @@ def score_trees(
     ids, device = sequences.input_ids, sequences.input_ids.device
     batch, length = ids.shape
     keep = torch.ones(roots.numel(), dtype=torch.bool, device=device) if keep is None else keep
+    known = [None] * len(trees) if known is None else known
     slot = torch.arange(length, device=device)
-    known = sequences.valid & (slot >= first) & (slot < first + logits.shape[1])
-    trie = build_trie(trees, roots, keep, ids, known, logits.shape[-1])
-    count = len(trie.parents)
-    log_probs = torch.zeros(trie.slots + count, dtype=torch.float32, device=device)
-    choices = torch.full((trie.slots + count,), -1, dtype=torch.long, device=device)
-    _read_text(trie, ids, logits, first, log_probs, choices, temperature, sample)
-    for group in chunks(trie, batch, max_nodes):
-        _forward(target, cache, trie, sequences, group, log_probs, choices, temperature, sample)
+    on_text = sequences.valid & (slot >= readout.first) & (slot < readout.last)
+    trie = build_trie(trees, roots, keep, ids, on_text, readout.vocab_size)
+    values = _Values(trie, device)
+    for tree, own, some in zip(trees, trie.ids, known, strict=True):
+        if some is not None:
+            values.learn(tree, own, some)
+    needed = _needed(trie, trees, known, values)
+    _read_text(trie, ids, readout, values, temperature, sample)
+    for group in chunks(trie, batch, max_nodes, needed):
+        _forward(target, cache, trie, sequences, group, values, temperature, sample)
     return [
-        _of_trees(tree, own, log_probs, choices, eos_ids, keep) for tree, own in zip(trees, trie.ids, strict=True)
-    ], count
+        _of_trees(tree, own, values, eos_ids, keep) if some is None else some
+        for tree, own, some in zip(trees, trie.ids, known, strict=True)
+    ], int(needed.sum())
+
+
+class _Values:
+    """Log-probability of each id's token and the target's choice after it; what was known first stays."""
+
+    def __init__(self, trie: Trie, device: torch.device) -> None:
+        size = trie.slots + len(trie.parents)
+        self.log_probs = torch.zeros(size, dtype=torch.float32, device=device)
+        self.choices = torch.full((size,), -1, dtype=torch.long, device=device)
+        self.has_log_prob = torch.zeros(size, dtype=torch.bool, device=device)
+        self.has_choice = torch.zeros_like(self.has_log_prob)
+
+    def learn(self, tree: DraftTree, ids: torch.Tensor, known: TreeScores) -> None:
+        """Scores of trees with node `ids` `(R, N + 1)` that were known before."""
+        inner = ~tree.leaves()  # the choice after a leaf was never read
+        self.write_choices(ids[inner], known.choices[inner])
+        self.write_log_probs(ids[:, 1:].flatten(), known.node_log_probs[:, 1:].flatten())
+
+    def write_log_probs(self, ids: torch.Tensor, values: torch.Tensor) -> None:
+        """Write what is not there yet."""
+        new = ~self.has_log_prob[ids]
+        self.log_probs[ids[new]] = values[new]
+        self.has_log_prob[ids] = True
+
+    def write_choices(self, ids: torch.Tensor, values: torch.Tensor) -> None:
+        """Write what is not there yet."""
+        new = ~self.has_choice[ids]
+        self.choices[ids[new]] = values[new]
+        self.has_choice[ids] = True
+
+
+def _needed(trie: Trie, trees: list[DraftTree], known: list[TreeScores | None], values: _Values) -> torch.Tensor:
+    """`(M,)` bool: nodes to be forwarded, because something must be read from them or from what is below them."""
+    needed = torch.zeros(trie.slots + len(trie.parents), dtype=torch.bool, device=trie.parents.device)
+    for tree, ids, some in zip(trees, trie.ids, known, strict=True):
+        if some is not None:
+            continue
+        parents, children = ids.gather(1, tree.parents)[:, 1:], ids[:, 1:]
+        missing = ~values.has_log_prob[children] | ~values.has_choice[parents]
+        needed[parents[missing]] = True
+    needed[: trie.slots] = False
+    for _ in range(int(trie.offsets.max()) - 1 if len(trie.offsets) else 0):  # and all above them
+        needed[trie.parents[needed[trie.slots :]]] = True
+        needed[: trie.slots] = False
+    return needed[trie.slots :]
 
 
 def _of_trees(
     tree: DraftTree,
     ids: torch.Tensor,
-    log_probs: torch.Tensor,
-    choices: torch.Tensor,
+    values: _Values,
     eos_ids: torch.Tensor,
     keep: torch.Tensor,
 ) -> TreeScores:
     """Values of a trie's ids back to the nodes of trees."""
     ended = torch.isin(tree.tokens, eos_ids)
-    values = log_probs[ids].masked_fill_(ended.gather(1, tree.parents), -torch.inf)
-    values[:, 0] = 0
-    return TreeScores(
-        node_log_probs=values.masked_fill_(~keep[:, None], 0), choices=choices[ids].masked_fill_(ended, -1)
-    )
+    log_probs = values.log_probs[ids].masked_fill_(ended.gather(1, tree.parents), -torch.inf)
+    log_probs[:, 0] = 0
+    log_probs.masked_fill_(~keep[:, None], 0)
+    choices = values.choices[ids].masked_fill_(ended | tree.leaves(), -1)
+    return TreeScores(node_log_probs=log_probs, choices=choices)
 
 
 def _read_text(
     trie: Trie,
     input_ids: torch.Tensor,
-    logits: torch.Tensor,
-    first: int,
-    log_probs: torch.Tensor,
-    choices: torch.Tensor,
+    readout: Readout,
+    values: _Values,
     temperature: float,
     sample: torch.Generator | None,
 ) -> None:
@@ -124,7 +174,7 @@ def _read_text(
     for ids in trie.ids:
         used[ids[ids < trie.slots]] = True
     slots = used.nonzero()[:, 0]
-    row, column = slots // length, (slots % length - first).clamp(0, logits.shape[1] - 1)
+    row, column = slots // length, (slots % length).clamp(readout.first, readout.last - 1)
     numbers = torch.full_like(used, -1, dtype=torch.long)
     numbers[slots] = torch.arange(len(slots), device=slots.device)
     # Below each used slot: the next token of the text, unless the row ends, and nodes.
@@ -133,9 +183,13 @@ def _read_text(
     below = torch.cat([inside + 1, trie.slots + hanging])
     tokens = torch.cat([input_ids.flatten(), trie.tokens])[below]
     parent = torch.cat([inside, trie.parents[hanging]])
-    values, chosen = _read(logits, row, column, numbers[parent], tokens, temperature, sample)
-    choices[slots] = chosen
-    log_probs[below] = values
+
+    def logits(some: slice) -> torch.Tensor:
+        return readout.logits(row[some], column[some])
+
+    found, chosen = _read(logits, len(slots), numbers[parent], tokens, temperature, sample)
+    values.write_choices(slots, chosen)
+    values.write_log_probs(below, found)
 
 
 # Rows of logits turned to float32 at a time: bounds the copy.
@@ -143,32 +197,30 @@ _ROWS = 128
 
 
 def _read(
-    logits: torch.Tensor,
-    row: torch.Tensor,
-    column: torch.Tensor,
+    logits: Callable[[slice], torch.Tensor],
+    count: int,
     parent: torch.Tensor,
     tokens: torch.Tensor,
     temperature: float,
     sample: torch.Generator | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Log-probabilities `(C,)` of `tokens` after nodes number `parent`, and the choice `(n,)` after each node.
+    Log-probabilities `(C,)` of `tokens` after nodes number `parent` of `count`, and the choice `(count,)` after each node.
 
     Args:
-        logits (`(B, S, V)`); row, column (`(n,)`): Where each node's logits stand.
+        logits (`Callable`): Logits `(n, V)` of a slice of the nodes.
     """
-    chosen, normaliser = [], []
-    for start in range(0, len(row), _ROWS):
-        some = slice(start, start + _ROWS)
-        scores = logits[row[some], column[some]].float() / temperature
-        normaliser.append(scores.logsumexp(-1))
+    chosen, values = [], torch.empty(len(tokens), dtype=torch.float32, device=tokens.device)
+    for start in range(0, count, _ROWS):
+        scores = logits(slice(start, min(start + _ROWS, count))).float() / temperature
+        here = ((parent >= start) & (parent < start + len(scores))).nonzero()[:, 0]
+        values[here] = scores[parent[here] - start, tokens[here]] - scores.logsumexp(-1)[parent[here] - start]
         if sample is None:
             chosen.append(scores.argmax(-1))
         else:
             drawn = torch.multinomial(scores.softmax(-1).cpu(), 1, generator=sample)
-            chosen.append(drawn[:, 0].to(row.device))
-    values = logits[row[parent], column[parent], tokens].float() / temperature - torch.cat(normaliser)[parent]
-    return values, torch.cat(chosen)
+            chosen.append(drawn[:, 0].to(tokens.device))
+    return values, torch.cat(chosen) if chosen else tokens[:0]
 
 
 def _forward(
@@ -177,8 +229,7 @@ def _forward(
     trie: Trie,
     sequences: Sequences,
     group: torch.Tensor,
-    log_probs: torch.Tensor,
-    choices: torch.Tensor,
+    values: _Values,
     temperature: float,
     sample: torch.Generator | None,
 ) -> None:
@@ -214,10 +265,15 @@ def _forward(
         )
     cache.crop(-size)
     row, col = real.nonzero(as_tuple=True)
-    numbers = torch.full((batch, size), -1, dtype=torch.long, device=device)
-    numbers[real] = torch.arange(len(row), device=device)
-    inner = real & (parent_node >= 0)
-    number_of_parent = numbers.gather(1, parent)[inner]
-    values, chosen = _read(output.logits, row, col, number_of_parent, trie.tokens[node][inner], temperature, sample)
-    choices[trie.slots + group[real]] = chosen
-    log_probs[trie.slots + group[inner]] = values
+    number = torch.full((len(trie.parents) + 1,), -1, dtype=torch.long, device=device)
+    number[group[real]] = torch.arange(len(row), device=device)
+    # The last entry answers for parents on the text.
+    above = number[(trie.parents - trie.slots).clamp(min=-1)]
+    below = (above >= 0).nonzero()[:, 0]
+
+    def logits(some: slice) -> torch.Tensor:
+        return output.logits[row[some], col[some]]
+
+    found, chosen = _read(logits, len(row), above[below], trie.tokens[below], temperature, sample)
+    values.write_choices(trie.slots + group[real], chosen)
+    values.write_log_probs(trie.slots + below, found)

@@ -19,11 +19,14 @@ import torch
 from gto_hf.drafts import DraftModel
 from gto_hf.tree import DraftTree, TreeConfig
 
+from .memory import ReferenceMemory
 from .objective import group_advantages
 from .paths import accepted_paths, path_log_probs
+from .reading import Readout
 from .rewards import expected_acceptance, prefix_probs, tree_reward
 from .scoring import TreeScores, score_trees
 from .sequences import SequencePrefix, Sequences
+from .token_loss import TokenLoss
 
 
 @dataclass(frozen=True)
@@ -70,10 +73,10 @@ def plan_groups(
     tree: TreeConfig,
     target: Any,
     cache: Any,
-    logits: torch.Tensor,
-    first: int,
+    readout: Readout,
     eos_ids: torch.Tensor,
     *,
+    memory: ReferenceMemory | None = None,
     as_reference: Callable[[], AbstractContextManager] = nullcontext,
     aggregation: str = "lse",
     eta: float = 1.0,
@@ -92,16 +95,18 @@ def plan_groups(
         groups (`torch.LongTensor` of shape `(B, G, m)`), valid (`(B, G)`): See [`sample_groups`].
         tree ([`TreeConfig`]): Shape of the trees, as decoding would draft them.
         target, cache, eos_ids, temperature, sample, max_nodes: See [`score_trees`].
-        logits (`torch.FloatTensor` of shape `(B, S, V)`), first (`int`): The target's logits at slots `first ..`.
+        readout ([`Readout`]): The target's logits, with all roots among its slots.
+        memory ([`ReferenceMemory`], *optional*): M0's trees from earlier epochs; what is not there is added.
         as_reference (`Callable`): Context in which `reference` is M0.
         aggregation, eta: See [`tree_reward`]. delta, debias: See [`group_advantages`].
     """
     roots = groups.flatten(1)
+    keep = valid.flatten()
+    kept_roots = keep.repeat_interleave(groups.shape[-1])
     own = SequencePrefix(draft, sequences).grow(roots, tree)
     with as_reference():
         reference_prefix = SequencePrefix(reference, sequences)
-        others = reference_prefix.grow(roots, tree)
-    keep = valid.flatten()
+    others, known = _reference_trees(memory, reference_prefix, as_reference, sequences, roots, tree)
 
     # Draft and reference trees share one trie: equal nodes get equal bits, so rounding in half precision cannot pass for a
     # difference in reward.
@@ -111,14 +116,16 @@ def plan_groups(
         [own, others],
         roots,
         sequences,
-        logits,
-        first,
+        readout,
         eos_ids,
-        keep=keep.repeat_interleave(groups.shape[-1]),
+        keep=kept_roots,
+        known=[None, known],
         temperature=temperature,
         sample=sample,
         max_nodes=max_nodes,
     )
+    if memory is not None and known is None:
+        memory.remember(sequences, roots, others, reference_scores)
 
     def judge(trees: DraftTree, scores: TreeScores) -> tuple[torch.Tensor, torch.Tensor]:
         probs = prefix_probs(trees, scores.node_log_probs)
@@ -128,7 +135,7 @@ def plan_groups(
     rewards, expected = judge(own, scores)
     reference_rewards, reference_expected = judge(others, reference_scores)
     paths, lengths = accepted_paths(own, scores.choices)
-    lengths = lengths * keep.repeat_interleave(groups.shape[-1])
+    lengths = lengths * kept_roots
     with as_reference():
         steps, features = reference_prefix.at(roots)
         reference_log_probs = path_log_probs(steps, features, paths, lengths).view(len(keep), -1)[keep]
@@ -149,22 +156,44 @@ def plan_groups(
 
 
 def draft_forward(
-    draft: DraftModel, sequences: Sequences, token_roots: torch.Tensor, steps: int, plan: GroupPlan | None
-) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    draft: DraftModel,
+    sequences: Sequences,
+    token_roots: torch.Tensor,
+    steps: int,
+    token_loss: Callable[[list[torch.Tensor]], TokenLoss],
+    plan: GroupPlan | None,
+) -> tuple[TokenLoss, torch.Tensor | None]:
     """
     Everything of a step that carries gradient: one pass over the sequences, the unrolled steps, the accepted paths.
 
     Args:
         token_roots (`torch.LongTensor` of shape `(B, n)`): Roots of the token loss.
         steps (`int`): Unrolled steps of the token loss.
+        token_loss (`Callable`): Takes the draft's outputs of each step, `(B, n, H)`; applies the draft's head.
         plan ([`GroupPlan`], *optional*): Paths to score.
 
     Returns:
-        Logits of each step, `(B, n, Vd)`; and `log M(path)` `(groups, m)` or None.
+        The token loss; and `log M(path)` `(groups, m)` or None.
     """
     prefix = SequencePrefix(draft, sequences)
-    logits = prefix.unrolled_logits(token_roots, steps)
+    tokens = token_loss(prefix.unrolled(token_roots, steps))
     if plan is None:
-        return logits, None
+        return tokens, None
     nodes, features = prefix.at(plan.roots)
-    return logits, plan.of_groups(path_log_probs(nodes, features, plan.paths, plan.lengths))
+    return tokens, plan.of_groups(path_log_probs(nodes, features, plan.paths, plan.lengths))
+
+
+def _reference_trees(
+    memory: ReferenceMemory | None,
+    prefix: SequencePrefix,
+    as_reference: Callable[[], AbstractContextManager],
+    sequences: Sequences,
+    roots: torch.Tensor,
+    tree: TreeConfig,
+) -> tuple[DraftTree, TreeScores | None]:
+    """M0's trees at `roots`: remembered with their scores, or grown."""
+    recalled = None if memory is None else memory.recall(sequences, roots)
+    if recalled is not None:
+        return recalled
+    with as_reference():
+        return prefix.grow(roots, tree), None

@@ -2,7 +2,9 @@
 """
 EAGLE-3's token loss: soft cross-entropy over several unrolled steps (training-time test). Level 4.
 
-Source: Li et al. 2025, https://huggingface.co/papers/2503.01840; step weights `0.8**k` are the released code's.
+Draft and target logits of a batch are the largest tensors of a step, so both are made for a few positions at a time, and
+made again for the gradient. Source: Li et al. 2025, https://huggingface.co/papers/2503.01840; step weights `0.8**k` are the
+released code's.
 """
 
 from __future__ import annotations
@@ -10,35 +12,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch.utils.checkpoint import checkpoint
+
+from gto_hf.drafts import DraftModel
+
+from .objectives import TOKEN_OBJECTIVES
+from .reading import Readout
 
 
-@dataclass(frozen=True)
-class Teacher:
-    """
-    The target's distribution over the draft's vocabulary at every position that some root needs.
-
-    Attributes:
-        probs (`torch.FloatTensor` of shape `(B, T', Vd)`): Renormalised over the kept tokens.
-        top (`torch.LongTensor` of shape `(B, T')`): Most likely kept token, as a draft id.
-        sayable (`torch.BoolTensor` of shape `(B, T')`): Whether no token outside the draft's vocabulary is likelier.
-        first (`int`): Sequence position of column 0.
-    """
-
-    probs: torch.Tensor
-    top: torch.Tensor
-    sayable: torch.Tensor
-    first: int
-
-
-def make_teacher(logits: torch.Tensor, kept: torch.Tensor, first: int) -> Teacher:
-    """
-    Teacher from target `logits` `(B, T', V)` at positions `first, first + 1, ..`, for kept ids `(Vd,)`.
-
-    The float32 copy holds the draft's vocabulary only.
-    """
-    some = logits if len(kept) == logits.shape[-1] else logits.index_select(-1, kept)
-    best, top = some.max(-1)
-    return Teacher(some.float().softmax(-1), top, best == logits.amax(-1), first)
+# Draft logits of all unrolled steps that exist at a time: 64 M numbers are 256 MB in float32.
+LOSS_ELEMENTS = 2**26
 
 
 @dataclass(frozen=True)
@@ -47,7 +30,7 @@ class TokenLoss:
     Sums of one batch; divide `loss` by the number of roots in the whole batch.
 
     Attributes:
-        loss (`torch.FloatTensor` scalar): Sum over roots and steps of the weighted cross-entropy, in nats.
+        loss (`torch.FloatTensor` scalar): Sum over roots and steps of the weighted loss, in nats.
         correct (`torch.LongTensor` of shape `(steps,)`): Roots whose most likely token was the target's.
         counted (`torch.LongTensor` of shape `(steps,)`): Supervised roots of each step.
     """
@@ -73,39 +56,77 @@ def supervised_steps(targets: torch.Tensor, roots: torch.Tensor, steps: int) -> 
 
 
 def token_loss(
-    logits: list[torch.Tensor],
-    teacher: Teacher,
+    draft: DraftModel,
+    features: list[torch.Tensor],
+    readout: Readout,
     roots: torch.Tensor,
     supervised: torch.Tensor,
     decay: float = 0.8,
     *,
     skip_unsayable: bool = True,
+    objective: str = "kl",
+    elements: int = LOSS_ELEMENTS,
 ) -> TokenLoss:
     """
-    Soft cross-entropy `-sum p log q` of every unrolled step.
+    Loss between draft and target distributions at every unrolled step; with `"kl"` the soft cross-entropy `-sum p log q`.
 
     Args:
-        logits (`list` of `(B, n, Vd)`): Draft logits of step `k` at each root; step `k` follows `k` tokens of the text.
-        teacher ([`Teacher`]): The target's distributions.
+        draft ([`DraftModel`]): Its head turns `features` into logits.
+        features (`list` of `(B, n, H)`): Draft outputs of step `k` at each root; step `k` follows `k` tokens of the text.
+        readout ([`Readout`]): The target's logits. Its distribution is renormalised over the draft's vocabulary.
         roots (`torch.LongTensor` of shape `(B, n)`): Root positions `t`; step `k` is taught by the target at `t + k`.
         supervised (`torch.BoolTensor` of shape `(B, n, steps)`): See [`supervised_steps`].
         decay (`float`, *optional*, defaults to `0.8`): Step `k` weighs `decay**k`.
         skip_unsayable (`bool`, *optional*, defaults to `True`): Leave out positions whose most likely target token is
             outside the draft's vocabulary (EAGLE-3's position mask).
+        objective (`str`, *optional*, defaults to `"kl"`): One of [`TOKEN_OBJECTIVES`].
+        elements (`int`, *optional*): Draft logits that exist at a time. Bounds memory, changes no result.
     """
-    total, correct = logits[0].sum() * 0, []
-    rows = torch.arange(len(roots), device=roots.device)[:, None]
-    last = teacher.probs.shape[1] - 1
-    for k, step_logits in enumerate(logits):
-        column = (roots + k - teacher.first).clamp(0, last)
-        wanted, top = teacher.probs[rows, column], teacher.top[rows, column]
-        sayable, counted = teacher.sayable[rows, column], supervised[..., k]
-        step_logits = step_logits.to(torch.promote_types(step_logits.dtype, torch.float32))
-        # -sum p log q, with sum p = 1, without a tensor of log-probabilities
-        loss = step_logits.logsumexp(-1) - torch.linalg.vecdot(wanted.to(step_logits.dtype), step_logits)
-        used = counted & sayable if skip_unsayable else counted
-        total = total + decay**k * loss.masked_fill(~used, 0).sum()
+    steps, kept = len(features), draft.kept_ids
+    # One entry per taught slot, with the root that each step has there: the target's side is made once for all steps.
+    batch, slots = len(roots), int(readout.last)
+    column = torch.full((batch, slots + steps), -1, dtype=torch.long, device=roots.device)
+    index = torch.arange(roots.shape[1], device=roots.device).expand_as(roots)
+    column.scatter_(1, torch.where(supervised[..., 0], roots, slots + steps - 1), index)
+    column[:, slots:] = -1
+    row, slot = (_taught(roots, supervised, slots)).nonzero(as_tuple=True)
+    outputs = torch.stack(features)
+    size = max(1, elements // (steps * len(kept)))
+    # At least one, so that a batch that teaches nothing still reaches every parameter.
+    parts = [(row[i : i + size], slot[i : i + size]) for i in range(0, max(len(row), 1), size)]
+
+    def part(outputs: torch.Tensor, row: torch.Tensor, slot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        some, normaliser, top = readout.kept(row, slot, kept)
+        best = draft.to_draft_ids(top)
+        at = slot - torch.arange(steps, device=slot.device)[:, None]  # (steps, n): each step's root
+        number = torch.where(at >= 0, column[row, at.clamp(min=0)], -1)
+        step = torch.arange(steps, device=slot.device)[:, None].expand_as(number)
+        counted = (number >= 0) & supervised[row, number.clamp(min=0), step]
+        logits = draft.head(outputs[step, row, number.clamp(min=0)])
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        teacher = some.to(logits.dtype)
+        loss = TOKEN_OBJECTIVES[objective](logits, teacher, normaliser.to(logits.dtype))
+        used = counted & (best >= 0) if skip_unsayable else counted
+        weight = decay ** torch.arange(steps, device=slot.device, dtype=logits.dtype)
         with torch.no_grad():
-            right = step_logits.gather(-1, top[..., None])[..., 0] == step_logits.amax(-1)
-            correct.append((right & sayable & counted).sum())
-    return TokenLoss(total, torch.stack(correct), supervised.flatten(0, 1).sum(0))
+            right = logits.gather(-1, best.clamp(min=0).expand(steps, -1)[..., None])[..., 0] == logits.amax(-1)
+            correct = (right & (best >= 0) & counted).sum(1)
+        return (loss.masked_fill(~used, 0).sum(1) * weight).sum(), correct
+
+    total = outputs.sum() * 0
+    correct = torch.zeros(steps, dtype=torch.long, device=roots.device)
+    for row, slot in parts:
+        if len(parts) == 1:
+            loss, right = part(outputs, row, slot)
+        else:
+            loss, right = checkpoint(part, outputs, row, slot, use_reentrant=False)
+        total, correct = total + loss, correct + right
+    return TokenLoss(total, correct, supervised.flatten(0, 1).sum(0))
+
+
+def _taught(roots: torch.Tensor, supervised: torch.Tensor, slots: int) -> torch.Tensor:
+    """`(B, slots)` bool: slots whose next token some step of some root is asked for."""
+    taught = torch.zeros(len(roots), slots + 1, dtype=torch.bool, device=roots.device)
+    for k in range(supervised.shape[-1]):
+        taught.scatter_(1, torch.where(supervised[..., k], roots + k, slots).clamp(max=slots), True)
+    return taught[:, :slots]

@@ -114,16 +114,19 @@ def _below(parent: torch.Tensor, slots: int) -> tuple[torch.Tensor, torch.Tensor
     return anchors, offsets, tops
 
 
-def chunks(trie: Trie, batch: int, max_nodes: int) -> list[torch.Tensor]:
+def chunks(trie: Trie, batch: int, max_nodes: int, some: torch.Tensor | None = None) -> list[torch.Tensor]:
     """
     Nodes in groups that one forward can take: `(B, S)` node numbers, -1 for padding, whole tops in one group.
 
     Args:
         batch (`int`): Sequences. max_nodes (`int`): Nodes per sequence and group, unless one top has more.
+        some (`torch.BoolTensor` of shape `(M,)`, *optional*): Nodes that are wanted, with all nodes above them; default all.
     """
     length = trie.slots // batch
     row = trie.anchors // length
     order = (row * (len(row) + 1) + trie.tops).argsort(stable=True)
+    if some is not None:
+        order = order[some[order]]
     row, tops = row[order], trie.tops[order]
     per_row: list[list[torch.Tensor]] = []
     for b in range(batch):

@@ -13,7 +13,9 @@ from .describe import (
     rope_types,
     text_config,
     unwrap,
+    weights_hash,
 )
+from .head import LogitHead, find_head
 from .masks import LayerKind, backend_form, backend_mask, check_backend, layer_kinds, tree_attention, visible_by_kind
 from .routes import Route, check_tree_support, decoding_route, has_windows
 
@@ -21,6 +23,7 @@ from .routes import Route, check_tree_support, decoding_route, has_windows
 __all__ = [
     "boundary_features",
     "LayerKind",
+    "LogitHead",
     "Route",
     "backend_form",
     "backend_mask",
@@ -31,6 +34,7 @@ __all__ = [
     "embed_raw",
     "embedding_scale",
     "final_norm_scale",
+    "find_head",
     "fingerprint",
     "has_windows",
     "is_hub_id",
@@ -41,4 +45,5 @@ __all__ = [
     "tree_attention",
     "unwrap",
     "visible_by_kind",
+    "weights_hash",
 ]

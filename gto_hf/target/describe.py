@@ -8,6 +8,7 @@ multimodal wrappers and PEFT models are read like plain ones.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from typing import Any
@@ -49,6 +50,22 @@ def fingerprint(target: nn.Module) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         "quantization": None if method is None else str(getattr(method, "value", method)),
     }
+
+
+def weights_hash(model: nn.Module) -> str:
+    """
+    A hash of the first numbers of every parameter: tells models apart, and a model from its fine-tuned self.
+
+    Adapters count only where they are not LoRA's, whose fresh ones are random and do nothing.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            continue
+        some = parameter.detach().reshape(-1)[:64].cpu().contiguous()
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+        digest.update(some.view(torch.uint8).numpy().tobytes() if some.numel() else b"")
+    return digest.hexdigest()
 
 
 def is_hub_id(name: str | None) -> bool:

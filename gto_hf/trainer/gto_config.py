@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from trl import SFTConfig
 
-from gto_hf.gto import AGGREGATIONS
+from gto_hf.gto import AGGREGATIONS, TOKEN_OBJECTIVES
 from gto_hf.tree import TreeConfig
 
 
@@ -35,6 +35,10 @@ class GTOConfig(SFTConfig):
         target_model_init_kwargs (`dict[str, Any]`, *optional*):
             Keyword arguments for loading the target, for example `{"dtype": "bfloat16"}`.
 
+        features_path (`str`, *optional*):
+            Folder that keeps the target's features of every row, for training without trees (`gto_weight=0`): later epochs,
+            and later runs, then need no target forward. Its size is printed first.
+
         > Parameters that control the token loss
 
         ttt_steps (`int`, *optional*):
@@ -43,6 +47,10 @@ class GTOConfig(SFTConfig):
             Step `k` (from 0) weighs `ttt_decay**k`.
         skip_unsayable (`bool`, *optional*, defaults to `True`):
             Leave positions out of the token loss whose most likely target token is outside the draft's vocabulary.
+
+        token_objective (`str`, *optional*, defaults to `"kl"`):
+            Loss between draft and target distributions: `"kl"` (EAGLE-3's soft cross-entropy), `"lk"` or `"lk_hybrid"`
+            (arXiv 2602.23881).
 
         > Parameters that control the tree (training only; the draft's own tree decodes)
 
@@ -66,6 +74,11 @@ class GTOConfig(SFTConfig):
         gto_path (`str`, *optional*, defaults to `"greedy"`):
             How the target accepts a path: its most likely token at every node, or a `"sample"`.
         target_temperature (`float`, *optional*, defaults to `1.0`): Of the target in rewards and sampled paths.
+        group_positions (`str`, *optional*, defaults to `"random"`):
+            `"random"` draws other groups every epoch; `"grid"` takes the same ones, so that the reference's trees and
+            rewards are computed in the first epoch only (and kept in `reference_path`).
+        reference_path (`str`, *optional*):
+            Folder for them; defaults to `reference-trees` in `output_dir`.
         score_nodes (`int`, *optional*, defaults to `1024`):
             Tree nodes per row in one target forward. Memory against speed; results do not depend on it.
         disable_dropout (`bool`, *optional*, defaults to `True`):
@@ -85,10 +98,14 @@ class GTOConfig(SFTConfig):
     target_model_init_kwargs: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Keyword arguments for loading the target."}
     )
+    features_path: str | None = field(default=None, metadata={"help": "Folder that keeps the target's features."})
     ttt_steps: int | None = field(default=None, metadata={"help": "Unrolled steps; default: depth of the tree."})
     ttt_decay: float = field(default=0.8, metadata={"help": "Step k of the token loss weighs ttt_decay**k."})
     skip_unsayable: bool = field(
         default=True, metadata={"help": "Leave out positions whose top target token the draft cannot say."}
+    )
+    token_objective: str = field(
+        default="kl", metadata={"help": "Loss of every unrolled step.", "choices": list(TOKEN_OBJECTIVES)}
     )
     tree_depth: int | None = field(default=None, metadata={"help": "Depth of training trees; default: the draft's."})
     tree_top_k: int | None = field(default=None, metadata={"help": "Branching of training trees."})
@@ -107,6 +124,10 @@ class GTOConfig(SFTConfig):
         default="greedy", metadata={"help": "How the target accepts a path.", "choices": ["greedy", "sample"]}
     )
     target_temperature: float = field(default=1.0, metadata={"help": "Temperature of the target in rewards."})
+    group_positions: str = field(
+        default="random", metadata={"help": "New groups every epoch, or the same.", "choices": ["random", "grid"]}
+    )
+    reference_path: str | None = field(default=None, metadata={"help": "Folder of M0's trees, for a grid."})
     score_nodes: int = field(default=1024, metadata={"help": "Tree nodes per row in one target forward."})
     disable_dropout: bool = field(default=True, metadata={"help": "Switch the draft's dropout off."})
 
@@ -132,10 +153,21 @@ class GTOConfig(SFTConfig):
                 f"`gto_weight={self.gto_weight}` must not be negative, and `gto_epsilon={self.gto_epsilon}` must lie "
                 "between 0 and 1."
             )
+        if self.features_path is not None and self.gto_weight > 0:
+            raise ValueError(
+                f"`features_path={self.features_path}` has no use with `gto_weight={self.gto_weight}`: trees hang on the "
+                "target's keys and values, so it must be run in every step. Unset one of them."
+            )
         if self.ttt_steps is not None and self.ttt_steps < 1:
             raise ValueError(f"`ttt_steps={self.ttt_steps}` must be at least 1.")
         if self.gto_aggregation not in AGGREGATIONS:
             raise ValueError(f"`gto_aggregation={self.gto_aggregation!r}`: choose one of {', '.join(AGGREGATIONS)}.")
+        if self.token_objective not in TOKEN_OBJECTIVES:
+            raise ValueError(
+                f"`token_objective={self.token_objective!r}`: choose one of {', '.join(TOKEN_OBJECTIVES)}."
+            )
+        if self.group_positions not in ("random", "grid"):
+            raise ValueError(f"`group_positions={self.group_positions!r}`: choose `random` or `grid`.")
         if self.gto_path not in ("greedy", "sample"):
             raise ValueError(f"`gto_path={self.gto_path!r}`: choose `greedy` or `sample`.")
 

@@ -24,13 +24,12 @@ from gto_hf.drafts import DraftModel
 from gto_hf.gto import (
     GroupPlan,
     TargetReading,
+    TokenLoss,
     count_groups,
     draft_forward,
     gto_loss,
-    make_teacher,
     padded_positions,
     plan_groups,
-    read_target,
     roots_of,
     sample_groups,
     supervised_steps,
@@ -41,6 +40,7 @@ from gto_hf.hub import draft_card
 from gto_hf.lora import Reference, draft_peft_config, is_peft
 
 from .forward import at_least_two_columns, bare_forward
+from .frozen import FlushStores, TargetReader, reference_memory
 from .gto_config import GTOConfig
 from .load import (
     check_columns,
@@ -205,7 +205,7 @@ class GTOTrainer(SFTTrainer):
         draft.config.trained_length = max(draft.config.trained_length or 0, longest or 0) or None
 
         # Frozen models
-        self._place_frozen()
+        self._place_frozen(draft)
         self._eos_ids = eos_ids(self.target_model, processing_class, self.accelerator.device)
 
         # Metrics
@@ -216,8 +216,8 @@ class GTOTrainer(SFTTrainer):
         self._micro_step = 0
         self._eval_prefix = "eval"
 
-    def _place_frozen(self) -> None:
-        """Put target and reference where training happens."""
+    def _place_frozen(self, draft: DraftModel) -> None:
+        """Put target and reference where training happens, and say what is kept of their answers."""
         if self.is_deepspeed_enabled:
             self.target_model = prepare_deepspeed(self.target_model, self.accelerator)
         elif getattr(self.target_model, "hf_device_map", None) is None:
@@ -225,6 +225,11 @@ class GTOTrainer(SFTTrainer):
             self.target_model.to(self.accelerator.device)
         if self.reference is not None:
             self.reference.prepare(self.accelerator.device)
+        self._reader = TargetReader(self.target_model, draft, self.args, self.train_dataset)
+        self._memory = None
+        if self.reference is not None:
+            self._memory = reference_memory(self.args, self.reference.draft(draft), self.target_model, self.tree)
+        self.add_callback(FlushStores(*(kept.store for kept in (self._reader.features, self._memory) if kept)))
 
     # ------------------------------------------------------------------ normalisers
     def _targets(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -272,18 +277,35 @@ class GTOTrainer(SFTTrainer):
         root_list, real = padded_positions(roots)
         groups, valid = self._sample_groups(roots) if self.reference is not None else (None, None)
         with_groups = groups is not None and bool(valid.any())
-        reading = self._read_target(draft, inputs, root_list, real, use_cache=with_groups)
-        teacher = make_teacher(reading.logits, draft.kept_ids, reading.first)
+        reading = self._reader.read(inputs, root_list, real, use_cache=with_groups)
+        supervised = supervised_steps(targets, root_list, self.ttt_steps) & real[..., None]
+
+        def of_tokens(features: list[torch.Tensor]) -> TokenLoss:
+            return token_loss(
+                draft,
+                features,
+                reading.readout,
+                root_list,
+                supervised,
+                self.args.ttt_decay,
+                skip_unsayable=self.args.skip_unsayable,
+                objective=self.args.token_objective,
+            )
+
         with self.accelerator.autocast():
             plan = self._plan(unwrapped, draft, reading, groups, valid) if with_groups else None
             with bare_forward(unwrapped):
-                logits, path_log_probs = self._forward_redirection(
-                    model, unwrapped, draft_forward, draft, reading.sequences, root_list, self.ttt_steps, plan
+                tokens, path_log_probs = self._forward_redirection(
+                    model,
+                    unwrapped,
+                    draft_forward,
+                    draft,
+                    reading.sequences,
+                    root_list,
+                    self.ttt_steps,
+                    of_tokens,
+                    plan,
                 )
-        supervised = supervised_steps(targets, root_list, self.ttt_steps) & real[..., None]
-        tokens = token_loss(
-            logits, teacher, root_list, supervised, self.args.ttt_decay, skip_unsayable=self.args.skip_unsayable
-        )
         token_count, group_count = self._normalisers(mode, inputs)
         loss = tokens.loss / token_count
         if plan is not None:
@@ -316,25 +338,12 @@ class GTOTrainer(SFTTrainer):
 
     def _sample_groups(self, roots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Groups of this micro-batch; their own generator makes a resumed run draw the same ones."""
+        if self.args.group_positions == "grid":
+            self._generator = None
+            return sample_groups(roots, self.args.num_groups, self.args.group_size, None)
         seed = hash((self.args.seed, self.state.global_step, self._micro_step, self.accelerator.process_index))
         self._generator = torch.Generator().manual_seed(seed % 2**63)
         return sample_groups(roots, self.args.num_groups, self.args.group_size, self._generator)
-
-    def _read_target(
-        self, draft: DraftModel, inputs: dict[str, Any], roots: torch.Tensor, real: torch.Tensor, *, use_cache: bool
-    ) -> TargetReading:
-        """One forward of the target, with logits from the first root to the last."""
-        first = int(roots[real].min()) if bool(real.any()) else 1
-        last = int(roots[real].max()) + 1 if bool(real.any()) else 2
-        return read_target(
-            self.target_model,
-            inputs["input_ids"],
-            inputs["attention_mask"],
-            draft.config.feature_layers,
-            first,
-            last,
-            use_cache=use_cache,
-        )
 
     def _plan(
         self,
@@ -356,9 +365,9 @@ class GTOTrainer(SFTTrainer):
                 self.tree,
                 self.target_model,
                 reading.cache,
-                reading.logits,
-                reading.first,
+                reading.readout,
                 self._eos_ids,
+                memory=self._memory,
                 as_reference=lambda: self.reference.context(unwrapped),
                 aggregation=args.gto_aggregation,
                 eta=args.gto_eta,

@@ -13,7 +13,6 @@ from gto_hf.gto import (
     SequencePrefix,
     draft_forward,
     gto_loss,
-    make_teacher,
     padded_positions,
     plan_groups,
     read_target,
@@ -54,7 +53,7 @@ def plan_for(target, draft, reference, batch, *, groups=None, valid=None, num_gr
         groups, valid = sample_groups(roots, num_groups, size, torch.Generator().manual_seed(0))
     reading = read_target(target, ids, mask, list(draft.config.feature_layers), 0, ids.shape[1], use_cache=True)
     plan = plan_groups(
-        draft, reference, reading.sequences, groups, valid, TREE, target, reading.cache, reading.logits, 0, EOS_IDS,
+        draft, reference, reading.sequences, groups, valid, TREE, target, reading.cache, reading.readout, EOS_IDS,
         max_nodes=20, **kwargs,
     )  # fmt: skip
     assert reading.cache.get_seq_length() == ids.shape[1]  # scoring leaves the cache as it was
@@ -312,25 +311,31 @@ def naive_losses(target, draft, reference, batch, rows, plan, groups, steps, dec
     return tokens_total, roots_total, gto_total
 
 
-def fast_losses(target, draft, reference, batch, steps, decay, plan_args=None):
+def fast_losses(target, draft, reference, batch, steps, decay, plan_args=None, elements=2**26):
     ids, mask, labels = batch
     plan, reading, groups, valid = plan_for(target, draft, reference, batch, **(plan_args or {}))
     targets = supervised_targets(labels, ids, EOS_IDS)
     roots = roots_of(targets)
     order, real = padded_positions(roots)
-    logits, path_log_probs = draft_forward(draft, reading.sequences, order, steps, plan)
-    teacher = make_teacher(reading.logits, draft.kept_ids, 0)
     supervised = supervised_steps(targets, order, steps) & real[..., None]
-    tokens = token_loss(logits, teacher, order, supervised, decay)
+
+    def of_tokens(features):
+        return token_loss(draft, features, reading.readout, order, supervised, decay, elements=elements)
+
+    tokens, path_log_probs = draft_forward(draft, reading.sequences, order, steps, of_tokens, plan)
     grouped = gto_loss(path_log_probs, plan.reference_log_probs, plan.of_groups(plan.lengths), plan.advantages)
     return tokens, grouped, plan, groups
 
 
-def test_batched_losses_equal_the_naive_loop_in_value_and_gradient(llama, rows):
+@pytest.mark.parametrize("positions", [1, 4, 1000])
+def test_batched_losses_equal_the_naive_loop_in_value_and_gradient(llama, rows, positions):
+    """Whatever number of positions has its logits at a time."""
     reference = tiny_draft(llama)
     draft = perturbed(reference, 0.02)
     batch = batch_of(llama, rows)
-    tokens, grouped, plan, groups = fast_losses(llama, draft, reference, batch, 3, 0.8)
+    tokens, grouped, plan, groups = fast_losses(
+        llama, draft, reference, batch, 3, 0.8, elements=positions * 3 * len(draft.kept_ids)
+    )
     assert plan.lengths.sum() > 0
     expected_tokens, roots, expected_gto = naive_losses(llama, draft, reference, batch, rows, plan, groups, 3, 0.8)
     assert int(tokens.counted[0]) == roots
@@ -358,7 +363,8 @@ def test_the_gradient_matches_finite_differences_in_float64_through_path_and_pre
     weights = [torch.randn(2, 2, 48, dtype=torch.float64) for _ in range(2)]
 
     def loss():
-        logits, paths = draft_forward(draft, sequences, token_roots, 2, plan)
+        heads = lambda features: [draft.head(f) for f in features]  # noqa: E731
+        logits, paths = draft_forward(draft, sequences, token_roots, 2, heads, plan)
         surrogate = gto_loss(paths, plan.reference_log_probs, plan.of_groups(plan.lengths), plan.advantages, 0.9)
         return surrogate.loss + sum((w * x.log_softmax(-1)).sum() for w, x in zip(weights, logits, strict=True))
 
@@ -416,8 +422,7 @@ def test_scores_do_not_depend_on_how_many_trees_share_a_forward(llama, rows):
                 TREE,
                 llama,
                 reading.cache,
-                reading.logits,
-                0,
+                reading.readout,
                 EOS_IDS,
                 max_nodes=max_nodes,
             )  # fmt: skip
@@ -448,7 +453,7 @@ def test_nothing_below_end_of_sequence_is_accepted(llama, rows):
 
     roots = groups.flatten(1)
     (scores,), _ = score_trees(
-        llama, reading.cache, [trees], roots, reading.sequences, reading.logits, 0, torch.tensor([inner])
+        llama, reading.cache, [trees], roots, reading.sequences, reading.readout, torch.tensor([inner])
     )
     ended = trees.tokens == inner
     below = ended.gather(1, trees.parents)
