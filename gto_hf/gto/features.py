@@ -55,7 +55,7 @@ class FeatureStore:
         for b in range(batch):
             for some in slots.split(_POSITIONS):
                 logits = readout.logits(torch.full_like(some, b), some)
-                top[b, some - readout.first] = logits.argmax(-1)
+                top[b, some - readout.first] = logits.max(-1).indices  # on CPUs several times faster than argmax
                 normaliser[b, some - readout.first] = logits.float().logsumexp(-1)
             valid = sequences.valid[b]
             own = valid[readout.first : readout.last]

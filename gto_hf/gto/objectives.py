@@ -9,6 +9,7 @@ p is the target's distribution, q the draft's. `teacher` holds the target's logi
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -19,8 +20,23 @@ def kl(logits: torch.Tensor, teacher: torch.Tensor, normaliser: torch.Tensor) ->
 
     Source: EAGLE-3, https://huggingface.co/papers/2503.01840.
     """
-    # sum p = 1, so no tensor of log-probabilities is needed
-    return logits.logsumexp(-1) - torch.linalg.vecdot(teacher.softmax(-1), logits)
+    return _SoftCrossEntropy.apply(logits, teacher.softmax(-1))
+
+
+class _SoftCrossEntropy(torch.autograd.Function):
+    """`-sum p log q`; keeps its gradient `q - p` instead of the two tensors it is made of."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        log_probs = logits.log_softmax(-1)
+        loss = -torch.linalg.vecdot(wanted.expand_as(log_probs), log_probs)
+        ctx.save_for_backward(log_probs.exp_().sub_(wanted))
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (difference,) = ctx.saved_tensors
+        return difference * gradient[..., None], None
 
 
 def overlap(logits: torch.Tensor, teacher: torch.Tensor, normaliser: torch.Tensor) -> torch.Tensor:

@@ -63,7 +63,7 @@ class Readout:
         logits = self.logits(row, slot)
         some = logits if len(ids) == logits.shape[-1] else logits.index_select(-1, ids)
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return some, wide.logsumexp(-1), logits.argmax(-1)
+        return some, wide.logsumexp(-1), logits.max(-1).indices  # on CPUs faster than argmax
 
     def _unmixed(self, call: Any, *args: torch.Tensor) -> torch.Tensor:
         """In the target's own dtype, as in its forward: mixed precision is the draft's."""

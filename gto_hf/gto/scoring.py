@@ -38,6 +38,22 @@ class TreeScores:
     choices: torch.Tensor
 
 
+@dataclass(frozen=True)
+class NodeTeacher:
+    """
+    The target's distribution after nodes of a batch of trees.
+
+    Attributes:
+        index (`torch.LongTensor` of shape `(R, N + 1)`): Row of each node below; -1 for nodes that were not read.
+        logits (`torch.FloatTensor` of shape `(n, Vd)`): Target logits of the draft's vocabulary, in the target's dtype.
+        normaliser (`torch.FloatTensor` of shape `(n,)`): `logsumexp` of the logits of the whole vocabulary.
+    """
+
+    index: torch.Tensor
+    logits: torch.Tensor
+    normaliser: torch.Tensor
+
+
 @torch.no_grad()
 def score_trees(
     target: Any,
@@ -53,7 +69,8 @@ def score_trees(
     temperature: float = 1.0,
     sample: torch.Generator | None = None,
     max_nodes: int = 1024,
-) -> tuple[list[TreeScores], int]:
+    teach: torch.Tensor | None = None,
+) -> tuple[list[TreeScores], int, list[NodeTeacher]]:
     """
     Score several batches of `n` trees for each of `B` sequences, all on the same roots.
 
@@ -75,8 +92,11 @@ def score_trees(
         sample (`torch.Generator`, *optional*): Draw `choices` instead of taking the most likely token; once per node.
         max_nodes (`int`, *optional*, defaults to `1024`): Nodes per sequence and forward (at least one whole branch).
 
+        teach (`torch.LongTensor` of shape `(Vd,)`, *optional*): Target ids whose logits are kept at every node that is read.
+
     Returns:
-        One [`TreeScores`] per batch of trees, and the number of nodes forwarded through the target.
+        One [`TreeScores`] per batch of trees, the number of nodes forwarded through the target, and, with `teach`, one
+        [`NodeTeacher`] per batch of trees.
     """
     ids, device = sequences.input_ids, sequences.input_ids.device
     batch, length = ids.shape
@@ -85,7 +105,7 @@ def score_trees(
     slot = torch.arange(length, device=device)
     on_text = sequences.valid & (slot >= readout.first) & (slot < readout.last)
     trie = build_trie(trees, roots, keep, ids, on_text, readout.vocab_size)
-    values = _Values(trie, device)
+    values = _Values(trie, device, teach)
     for tree, own, some in zip(trees, trie.ids, known, strict=True):
         if some is not None:
             values.learn(tree, own, some)
@@ -93,21 +113,38 @@ def score_trees(
     _read_text(trie, ids, readout, values, temperature, sample)
     for group in chunks(trie, batch, max_nodes, needed):
         _forward(target, cache, trie, sequences, group, values, temperature, sample)
-    return [
+    scores = [
         _of_trees(tree, own, values, eos_ids, keep) if some is None else some
         for tree, own, some in zip(trees, trie.ids, known, strict=True)
-    ], int(needed.sum())
+    ]
+    return scores, int(needed.sum()), [values.teacher(own) for own in trie.ids] if teach is not None else []
 
 
 class _Values:
     """Log-probability of each id's token and the target's choice after it; what was known first stays."""
 
-    def __init__(self, trie: Trie, device: torch.device) -> None:
+    def __init__(self, trie: Trie, device: torch.device, teach: torch.Tensor | None) -> None:
         size = trie.slots + len(trie.parents)
         self.log_probs = torch.zeros(size, dtype=torch.float32, device=device)
         self.choices = torch.full((size,), -1, dtype=torch.long, device=device)
         self.has_log_prob = torch.zeros(size, dtype=torch.bool, device=device)
         self.has_choice = torch.zeros_like(self.has_log_prob)
+        self.taught = teach
+        self.row = torch.full((size,), -1, dtype=torch.long, device=device)
+        self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.rows = 0
+
+    def teach(self, ids: torch.Tensor, scores: torch.Tensor, normaliser: torch.Tensor, dtype: torch.dtype) -> None:
+        """Keep what the target says after `ids` `(n,)`: `scores` `(n, V)`."""
+        if self.taught is not None:
+            self.row[ids] = torch.arange(self.rows, self.rows + len(ids), device=ids.device)
+            self.kept.append((scores[:, self.taught].to(dtype), normaliser))
+            self.rows += len(ids)
+
+    def teacher(self, ids: torch.Tensor) -> NodeTeacher:
+        """For trees with node `ids` `(R, N + 1)`."""
+        logits, normaliser = (torch.cat(parts) for parts in zip(*self.kept, strict=True))
+        return NodeTeacher(self.row[ids], logits, normaliser)
 
     def learn(self, tree: DraftTree, ids: torch.Tensor, known: TreeScores) -> None:
         """Scores of trees with node `ids` `(R, N + 1)` that were known before."""
@@ -187,9 +224,7 @@ def _read_text(
     def logits(some: slice) -> torch.Tensor:
         return readout.logits(row[some], column[some])
 
-    found, chosen = _read(logits, len(slots), numbers[parent], tokens, temperature, sample)
-    values.write_choices(slots, chosen)
-    values.write_log_probs(below, found)
+    _read(logits, slots, below, numbers[parent], tokens, values, temperature, sample)
 
 
 # Rows of logits turned to float32 at a time: bounds the copy.
@@ -198,29 +233,35 @@ _ROWS = 128
 
 def _read(
     logits: Callable[[slice], torch.Tensor],
-    count: int,
+    ids: torch.Tensor,
+    below: torch.Tensor,
     parent: torch.Tensor,
     tokens: torch.Tensor,
+    values: _Values,
     temperature: float,
     sample: torch.Generator | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> None:
     """
-    Log-probabilities `(C,)` of `tokens` after nodes number `parent` of `count`, and the choice `(count,)` after each node.
+    Write the choice after nodes `ids` `(n,)`, and the log-probabilities of `tokens` `(C,)`, which are the nodes `below`.
 
     Args:
-        logits (`Callable`): Logits `(n, V)` of a slice of the nodes.
+        logits (`Callable`): Logits `(k, V)` of a slice of the nodes.
+        parent (`torch.LongTensor` of shape `(C,)`): Which of the `n` nodes each token follows.
     """
-    chosen, values = [], torch.empty(len(tokens), dtype=torch.float32, device=tokens.device)
-    for start in range(0, count, _ROWS):
-        scores = logits(slice(start, min(start + _ROWS, count))).float() / temperature
+    for start in range(0, len(ids), _ROWS):
+        some = slice(start, min(start + _ROWS, len(ids)))
+        made = logits(some)
+        scores = made.float() / temperature
+        normaliser = scores.logsumexp(-1)
+        values.teach(ids[some], scores, normaliser, made.dtype)
         here = ((parent >= start) & (parent < start + len(scores))).nonzero()[:, 0]
-        values[here] = scores[parent[here] - start, tokens[here]] - scores.logsumexp(-1)[parent[here] - start]
+        at = parent[here] - start
+        values.write_log_probs(below[here], scores[at, tokens[here]] - normaliser[at])
         if sample is None:
-            chosen.append(scores.argmax(-1))
+            chosen = scores.argmax(-1)
         else:
-            drawn = torch.multinomial(scores.softmax(-1).cpu(), 1, generator=sample)
-            chosen.append(drawn[:, 0].to(tokens.device))
-    return values, torch.cat(chosen) if chosen else tokens[:0]
+            chosen = torch.multinomial(scores.softmax(-1).cpu(), 1, generator=sample)[:, 0].to(tokens.device)
+        values.write_choices(ids[some], chosen)
 
 
 def _forward(
@@ -274,6 +315,5 @@ def _forward(
     def logits(some: slice) -> torch.Tensor:
         return output.logits[row[some], col[some]]
 
-    found, chosen = _read(logits, len(row), above[below], trie.tokens[below], temperature, sample)
-    values.write_choices(trie.slots + group[real], chosen)
-    values.write_log_probs(trie.slots + below, found)
+    nodes = trie.slots + group[real]
+    _read(logits, nodes, trie.slots + below, above[below], trie.tokens[below], values, temperature, sample)

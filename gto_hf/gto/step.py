@@ -110,7 +110,7 @@ def plan_groups(
 
     # Draft and reference trees share one trie: equal nodes get equal bits, so rounding in half precision cannot pass for a
     # difference in reward.
-    (scores, reference_scores), nodes = score_trees(
+    (scores, reference_scores), nodes, _ = score_trees(
         target,
         cache,
         [own, others],

@@ -452,7 +452,7 @@ def test_nothing_below_end_of_sequence_is_accepted(llama, rows):
     from gto_hf.gto import score_trees
 
     roots = groups.flatten(1)
-    (scores,), _ = score_trees(
+    (scores,), *_ = score_trees(
         llama, reading.cache, [trees], roots, reading.sequences, reading.readout, torch.tensor([inner])
     )
     ended = trees.tokens == inner
