@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Group Tree Optimization without a trainer (level 4): groups, trees of a sequence, rewards, objective."""
 
-from .groups import count_groups, padded_positions, roots_of, sample_groups, supervised_targets
+from .groups import count_groups, padded_positions, roots_of, row_generators, sample_groups, supervised_targets
 from .objective import GroupLoss, group_advantages, gto_loss
 from .paths import accepted_paths, path_log_probs
 from .reading import TargetReading, read_target
@@ -35,6 +35,7 @@ __all__ = [
     "prefix_probs",
     "read_target",
     "roots_of",
+    "row_generators",
     "sample_groups",
     "score_trees",
     "supervised_steps",

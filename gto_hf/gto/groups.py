@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
+
 import torch
 
 
@@ -74,8 +77,26 @@ def count_groups(roots: torch.Tensor, num_groups: int, group_size: int) -> int:
     return sum(min(num_groups, len(_slots(row, group_size, None))) for row in roots.cpu())
 
 
+def row_generators(seed: int, step: int, input_ids: torch.Tensor, valid: torch.Tensor) -> list[torch.Generator]:
+    """
+    One CPU generator per row, seeded from the step and the row's own tokens.
+
+    Where a row stands (in which batch, micro-batch or rank, behind how much padding) does not matter.
+
+    Args:
+        seed, step (`int`): Of the run, and the optimizer step.
+        input_ids (`torch.LongTensor` of shape `(B, T)`): Tokens.
+        valid (`torch.BoolTensor` of shape `(B, T)`): False for padding.
+    """
+    generators = []
+    for ids, real in zip(input_ids.cpu(), valid.cpu(), strict=True):
+        digest = hashlib.sha256(f"{seed} {step} ".encode() + ids[real].numpy().tobytes()).digest()
+        generators.append(torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1))
+    return generators
+
+
 def sample_groups(
-    roots: torch.Tensor, num_groups: int, group_size: int, generator: torch.Generator
+    roots: torch.Tensor, num_groups: int, group_size: int, generator: torch.Generator | Sequence[torch.Generator]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Up to `num_groups` non-overlapping groups of `group_size` adjacent roots per row (K and m of Sec. 3.2).
@@ -84,7 +105,7 @@ def sample_groups(
 
     Args:
         roots (`torch.BoolTensor` of shape `(B, T)`): See [`roots_of`].
-        generator (`torch.Generator`): CPU generator; the only randomness.
+        generator (`torch.Generator` or one per row): On CPU; the only randomness. See [`row_generators`].
 
     Returns:
         `positions` `(B, G, m)` int64, ascending, and `valid` `(B, G)` bool. `G` is the largest number of groups of a
@@ -92,10 +113,11 @@ def sample_groups(
 
     Source: https://huggingface.co/papers/2509.22134, Sec. 3.2 and Alg. 1.
     """
+    generators = [generator] * len(roots) if isinstance(generator, torch.Generator) else generator
     chosen = []
-    for row in roots.cpu():
-        slots = torch.tensor(_slots(row, group_size, generator), dtype=torch.long)
-        chosen.append(slots[torch.randperm(len(slots), generator=generator)[:num_groups]].sort().values)
+    for row, own in zip(roots.cpu(), generators, strict=True):
+        slots = torch.tensor(_slots(row, group_size, own), dtype=torch.long)
+        chosen.append(slots[torch.randperm(len(slots), generator=own)[:num_groups]].sort().values)
     width = max(len(slots) for slots in chosen)
     valid = torch.tensor([[j < len(slots) for j in range(width)] for slots in chosen], dtype=torch.bool)
     starts = torch.ones(len(chosen), width, dtype=torch.long)

@@ -32,6 +32,7 @@ from gto_hf.gto import (
     plan_groups,
     read_target,
     roots_of,
+    row_generators,
     sample_groups,
     supervised_steps,
     supervised_targets,
@@ -270,7 +271,7 @@ class GTOTrainer(SFTTrainer):
         targets = self._targets(inputs)
         roots = roots_of(targets)
         root_list, real = padded_positions(roots)
-        groups, valid = self._sample_groups(roots) if self.reference is not None else (None, None)
+        groups, valid = self._sample_groups(roots, inputs) if self.reference is not None else (None, None)
         with_groups = groups is not None and bool(valid.any())
         reading = self._read_target(draft, inputs, root_list, real, use_cache=with_groups)
         teacher = make_teacher(reading.logits, draft.kept_ids, reading.first)
@@ -314,11 +315,13 @@ class GTOTrainer(SFTTrainer):
         tokens, groups = self._counts(inputs)
         return max(tokens, 1), max(groups, 1)
 
-    def _sample_groups(self, roots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Groups of this micro-batch; their own generator makes a resumed run draw the same ones."""
-        seed = hash((self.args.seed, self.state.global_step, self._micro_step, self.accelerator.process_index))
-        self._generator = torch.Generator().manual_seed(seed % 2**63)
-        return sample_groups(roots, self.args.num_groups, self.args.group_size, self._generator)
+    def _sample_groups(self, roots: torch.Tensor, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Groups of this micro-batch; they follow from seed, step and row, so ranks, layout and resuming change nothing."""
+        args, step = self.args, self.state.global_step
+        seed = hash((args.seed, step, self._micro_step, self.accelerator.process_index))
+        self._generator = torch.Generator().manual_seed(seed % 2**63)  # of sampled paths
+        rows = row_generators(args.seed, step, inputs["input_ids"], inputs["attention_mask"].bool())
+        return sample_groups(roots, args.num_groups, args.group_size, rows)
 
     def _read_target(
         self, draft: DraftModel, inputs: dict[str, Any], roots: torch.Tensor, real: torch.Tensor, *, use_cache: bool
