@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, set_seed
-from trl import SFTTrainer
 from trl.models.utils import _ForwardRedirection, disable_gradient_checkpointing, prepare_deepspeed
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+from trl.trainer.utils import hash_module
 
 from gto_hf.decoding import as_draft
 from gto_hf.drafts import DraftModel
@@ -54,10 +54,11 @@ from .load import (
     load_tokenizer,
 )
 from .logs import log_groups, log_tokens, logged_names
+from .resume import ResumableTrainer
 from .sums import Sums
 
 
-class GTOTrainer(SFTTrainer):
+class GTOTrainer(ResumableTrainer):
     """
     Trainer for draft models with Group Tree Optimization, proposed in the paper [Bridging Draft Policy Misalignment:
     Group Tree Optimization for Speculative Decoding](https://huggingface.co/papers/2509.22134).
@@ -177,6 +178,7 @@ class GTOTrainer(SFTTrainer):
         self.reference = None
         if args.gto_weight > 0:
             self.reference = Reference(model, fresh_adapter=peft_config is not None)
+            self.reference_hash = hash_module(model)
 
         # Processing class
         processing_class = load_tokenizer(processing_class, self.target_model)

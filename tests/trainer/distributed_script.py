@@ -50,7 +50,12 @@ def main(folder: str, lora: bool = False, resume: bool = False, draft: str | Non
     trainer.save_model(f"{folder}/final")
     rank = dist.get_rank() if dist.is_initialized() else 0
     state = {k: v.detach().clone() for k, v in trainer.accelerator.unwrap_model(trainer.model).state_dict().items()}
-    found = {"state": state, "logs": trainer.state.log_history, "metrics": metrics, "tokens": trainer._total_train_tokens}
+    found = {
+        "state": state,
+        "logs": trainer.state.log_history,
+        "metrics": metrics,
+        "tokens": trainer._total_train_tokens,
+    }
     torch.save(found, f"{folder}/rank{rank}.pt")
 
 
