@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,6 +116,10 @@ class GTOConfig(SFTConfig):
             self.use_cpu = True
         super().__post_init__()
         self._refuse_inherited()
+        if self.fp16 and self.use_cpu:
+            warnings.warn(
+                "`fp16=True` does nothing on a CPU: training runs in float32. Set `bf16=True` for half precision."
+            )
         positive = (
             "num_groups",
             "group_size",

@@ -54,6 +54,7 @@ from .load import (
     load_tokenizer,
 )
 from .logs import log_groups, log_tokens, logged_names
+from .nonfinite import check_gradient, explain_nonfinite_trees, nonfinite_loss
 from .resume import ResumableTrainer
 from .sums import Sums
 
@@ -253,7 +254,14 @@ class GTOTrainer(ResumableTrainer):
         counts = self.accelerator.reduce(counts, reduction="sum")
         self._batch_counts = (counts[0].clamp(min=1), counts[1].clamp(min=1))
         self._micro_step = 0
+        self._samples = samples
         return samples, counts[0]
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """As in [`~transformers.Trainer`]; a gradient that is not finite stops the run before it is used."""
+        grad_norm = super()._get_grad_norm(model, grad_norm)
+        check_gradient(self, grad_norm, self._samples)
+        return grad_norm
 
     # ------------------------------------------------------------------ loss
     def compute_loss(
@@ -263,7 +271,7 @@ class GTOTrainer(ResumableTrainer):
         `L = L_token + gto_weight * L_GTO` of one micro-batch, as its share of the whole batch.
 
         Raises:
-            FloatingPointError: If the loss is NaN or infinite; nothing has been updated with it.
+            FloatingPointError: If the loss is NaN or infinite, with the cause and the rows; nothing has been updated with it.
         """
         mode = "train" if self.model.training else "eval"
         sums = self._sums[mode]
@@ -300,11 +308,7 @@ class GTOTrainer(ResumableTrainer):
         if mode == "train":
             self._total_train_tokens += int(self.accelerator.reduce(inputs["attention_mask"].sum(), reduction="sum"))
         if not torch.isfinite(loss):
-            raise FloatingPointError(
-                f"The loss is {loss.item()} at step {self.state.global_step}: token loss {tokens.loss.item()} over "
-                f"{int(tokens.counted[0])} tokens. The draft was not updated with it; resume from the last checkpoint "
-                "with a lower `learning_rate`, and train in bfloat16 or float32 rather than float16."
-            )
+            raise nonfinite_loss(self, reading, logits, real, plan, path_log_probs)
         # Gradients are averaged over ranks, the counts are sums over ranks.
         loss = loss * self.accelerator.num_processes if mode == "train" else loss
         self._micro_step += 1
@@ -351,7 +355,10 @@ class GTOTrainer(ResumableTrainer):
     ) -> GroupPlan:
         """Trees, rewards, advantages and accepted paths; no gradient."""
         args = self.args
-        with disable_gradient_checkpointing(self.model, args.gradient_checkpointing_kwargs):
+        with (
+            disable_gradient_checkpointing(self.model, args.gradient_checkpointing_kwargs),
+            explain_nonfinite_trees(self, draft, reading),
+        ):
             return plan_groups(
                 draft,
                 self.reference.draft(draft),
