@@ -18,7 +18,7 @@ import torch
 from datasets import Dataset
 from transformers.trainer_utils import get_last_checkpoint
 
-from gto_hf import AutoDraft, Eagle3Draft, GTOConfig, GTOTrainer, TreeConfig, count_tokens
+from gto_hf import Eagle3Draft, GTOConfig, GTOTrainer, TreeConfig, count_tokens
 from gto_hf.data import load_jsonl
 from gto_hf.quickstart import load_target
 from gto_hf.target import text_config

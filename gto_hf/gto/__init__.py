@@ -2,7 +2,7 @@
 """Group Tree Optimization without a trainer (level 4): groups, trees of a sequence, rewards, objective."""
 
 from .features import FeatureStore
-from .groups import count_groups, padded_positions, roots_of, sample_groups, supervised_targets
+from .groups import count_groups, padded_positions, roots_of, row_generators, sample_groups, supervised_targets
 from .memory import ReferenceMemory
 from .objective import GroupLoss, group_advantages, gto_loss
 from .objectives import TOKEN_OBJECTIVES
@@ -14,6 +14,7 @@ from .sequences import SequencePrefix, Sequences
 from .step import GroupPlan, draft_forward, plan_groups
 from .store import RowStore, row_key
 from .token_loss import TokenLoss, supervised_steps, token_loss
+from .tree_losses import TreePlan, plan_trees, tree_loss
 
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "TOKEN_OBJECTIVES",
     "TargetReading",
     "TokenLoss",
+    "TreePlan",
     "TreeScores",
     "accepted_paths",
     "count_groups",
@@ -39,14 +41,17 @@ __all__ = [
     "padded_positions",
     "path_log_probs",
     "plan_groups",
+    "plan_trees",
     "prefix_probs",
     "read_target",
     "roots_of",
     "row_key",
+    "row_generators",
     "sample_groups",
     "score_trees",
     "supervised_steps",
     "supervised_targets",
     "token_loss",
+    "tree_loss",
     "tree_reward",
 ]

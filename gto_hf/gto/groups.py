@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
+
 import torch
 
 
@@ -74,8 +77,29 @@ def count_groups(roots: torch.Tensor, num_groups: int, group_size: int) -> int:
     return sum(min(num_groups, len(_slots(row, group_size, None))) for row in roots.cpu())
 
 
+def row_generators(seed: int, step: int, input_ids: torch.Tensor, valid: torch.Tensor) -> list[torch.Generator]:
+    """
+    One CPU generator per row, seeded from the step and the row's own tokens.
+
+    Where a row stands (in which batch, micro-batch or rank, behind how much padding) does not matter.
+
+    Args:
+        seed, step (`int`): Of the run, and the optimizer step.
+        input_ids (`torch.LongTensor` of shape `(B, T)`): Tokens.
+        valid (`torch.BoolTensor` of shape `(B, T)`): False for padding.
+    """
+    generators = []
+    for ids, real in zip(input_ids.cpu(), valid.cpu(), strict=True):
+        digest = hashlib.sha256(f"{seed} {step} ".encode() + ids[real].numpy().tobytes()).digest()
+        generators.append(torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1))
+    return generators
+
+
 def sample_groups(
-    roots: torch.Tensor, num_groups: int, group_size: int, generator: torch.Generator | None
+    roots: torch.Tensor,
+    num_groups: int,
+    group_size: int,
+    generator: torch.Generator | Sequence[torch.Generator] | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Up to `num_groups` non-overlapping groups of `group_size` adjacent roots per row (K and m of Sec. 3.2).
@@ -84,8 +108,8 @@ def sample_groups(
 
     Args:
         roots (`torch.BoolTensor` of shape `(B, T)`): See [`roots_of`].
-        generator (`torch.Generator`, *optional*): CPU generator; the only randomness. None gives a fixed grid: a row has the
-            same groups every time, evenly spread.
+        generator (`torch.Generator` or one per row, *optional*): On CPU; the only randomness. See [`row_generators`]. None
+            gives a fixed grid: a row has the same groups every time, evenly spread.
 
     Returns:
         `positions` `(B, G, m)` int64, ascending, and `valid` `(B, G)` bool. `G` is the largest number of groups of a
@@ -93,14 +117,15 @@ def sample_groups(
 
     Source: https://huggingface.co/papers/2509.22134, Sec. 3.2 and Alg. 1.
     """
+    generators = generator if isinstance(generator, Sequence) else [generator] * len(roots)
     chosen = []
-    for row in roots.cpu():
-        slots = torch.tensor(_slots(row, group_size, generator), dtype=torch.long)
-        if generator is None:
+    for row, own in zip(roots.cpu(), generators, strict=True):
+        slots = torch.tensor(_slots(row, group_size, own), dtype=torch.long)
+        if own is None:
             count = min(num_groups, len(slots))
             chosen.append(slots[torch.arange(count) * len(slots) // max(count, 1)])
         else:
-            chosen.append(slots[torch.randperm(len(slots), generator=generator)[:num_groups]].sort().values)
+            chosen.append(slots[torch.randperm(len(slots), generator=own)[:num_groups]].sort().values)
     width = max(len(slots) for slots in chosen)
     valid = torch.tensor([[j < len(slots) for j in range(width)] for slots in chosen], dtype=torch.bool)
     starts = torch.ones(len(chosen), width, dtype=torch.long)

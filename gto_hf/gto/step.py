@@ -62,6 +62,11 @@ class GroupPlan:
         """`(B * G * m,)` values of all roots to `(groups, m)` of the groups that exist."""
         return values.view(len(self.valid), -1)[self.valid]
 
+    def path_log_probs(self, prefix: SequencePrefix) -> torch.Tensor:
+        """`log M(path)` `(groups, m)` in nats under the draft of `prefix`, with gradient."""
+        nodes, features = prefix.at(self.roots)
+        return self.of_groups(path_log_probs(nodes, features, self.paths, self.lengths))
+
 
 @torch.no_grad()
 def plan_groups(
@@ -85,6 +90,7 @@ def plan_groups(
     temperature: float = 1.0,
     sample: torch.Generator | None = None,
     max_nodes: int = 1024,
+    phase: Callable[[str], AbstractContextManager] = lambda name: nullcontext(),
 ) -> GroupPlan:
     """
     Trees of `draft` (M) and `reference` (M0) at every position of every group, and what the target makes of them.
@@ -99,31 +105,34 @@ def plan_groups(
         memory ([`ReferenceMemory`], *optional*): M0's trees from earlier epochs; what is not there is added.
         as_reference (`Callable`): Context in which `reference` is M0.
         aggregation, eta: See [`tree_reward`]. delta, debias: See [`group_advantages`].
+        phase (`Callable`): Entered around the parts of the work, by name: `"trees"`, `"scoring"`, `"paths"`.
     """
     roots = groups.flatten(1)
     keep = valid.flatten()
     kept_roots = keep.repeat_interleave(groups.shape[-1])
-    own = SequencePrefix(draft, sequences).grow(roots, tree)
-    with as_reference():
-        reference_prefix = SequencePrefix(reference, sequences)
-    others, known = _reference_trees(memory, reference_prefix, as_reference, sequences, roots, tree)
+    with phase("trees"):
+        own = SequencePrefix(draft, sequences).grow(roots, tree)
+        with as_reference():
+            reference_prefix = SequencePrefix(reference, sequences)
+        others, known = _reference_trees(memory, reference_prefix, as_reference, sequences, roots, tree)
 
     # Draft and reference trees share one trie: equal nodes get equal bits, so rounding in half precision cannot pass for a
     # difference in reward.
-    (scores, reference_scores), nodes, _ = score_trees(
-        target,
-        cache,
-        [own, others],
-        roots,
-        sequences,
-        readout,
-        eos_ids,
-        keep=kept_roots,
-        known=[None, known],
-        temperature=temperature,
-        sample=sample,
-        max_nodes=max_nodes,
-    )
+    with phase("scoring"):
+        (scores, reference_scores), nodes, _ = score_trees(
+            target,
+            cache,
+            [own, others],
+            roots,
+            sequences,
+            readout,
+            eos_ids,
+            keep=kept_roots,
+            known=[None, known],
+            temperature=temperature,
+            sample=sample,
+            max_nodes=max_nodes,
+        )
     if memory is not None and known is None:
         memory.remember(sequences, roots, others, reference_scores)
 
@@ -136,7 +145,7 @@ def plan_groups(
     reference_rewards, reference_expected = judge(others, reference_scores)
     paths, lengths = accepted_paths(own, scores.choices)
     lengths = lengths * kept_roots
-    with as_reference():
+    with phase("paths"), as_reference():
         steps, features = reference_prefix.at(roots)
         reference_log_probs = path_log_probs(steps, features, paths, lengths).view(len(keep), -1)[keep]
     return GroupPlan(
@@ -161,26 +170,23 @@ def draft_forward(
     token_roots: torch.Tensor,
     steps: int,
     token_loss: Callable[[list[torch.Tensor]], TokenLoss],
-    plan: GroupPlan | None,
+    of_trees: Callable[[SequencePrefix], torch.Tensor] | None = None,
 ) -> tuple[TokenLoss, torch.Tensor | None]:
     """
-    Everything of a step that carries gradient: one pass over the sequences, the unrolled steps, the accepted paths.
+    Everything of a step that carries gradient: one pass over the sequences, the unrolled steps, the trees.
 
     Args:
         token_roots (`torch.LongTensor` of shape `(B, n)`): Roots of the token loss.
         steps (`int`): Unrolled steps of the token loss.
         token_loss (`Callable`): Takes the draft's outputs of each step, `(B, n, H)`; applies the draft's head.
-        plan ([`GroupPlan`], *optional*): Paths to score.
+        of_trees (`Callable`, *optional*): Takes the pass over the sequences; see [`GroupPlan.path_log_probs`].
 
     Returns:
-        The token loss; and `log M(path)` `(groups, m)` or None.
+        The token loss, and what `of_trees` gives.
     """
     prefix = SequencePrefix(draft, sequences)
     tokens = token_loss(prefix.unrolled(token_roots, steps))
-    if plan is None:
-        return tokens, None
-    nodes, features = prefix.at(plan.roots)
-    return tokens, plan.of_groups(path_log_probs(nodes, features, plan.paths, plan.lengths))
+    return tokens, None if of_trees is None else of_trees(prefix)
 
 
 def _reference_trees(

@@ -33,11 +33,13 @@ class TokenLoss:
         loss (`torch.FloatTensor` scalar): Sum over roots and steps of the weighted loss, in nats.
         correct (`torch.LongTensor` of shape `(steps,)`): Roots whose most likely token was the target's.
         counted (`torch.LongTensor` of shape `(steps,)`): Supervised roots of each step.
+        rows (`torch.FloatTensor` of shape `(B,)`): The loss of each row, detached.
     """
 
     loss: torch.Tensor
     correct: torch.Tensor
     counted: torch.Tensor
+    rows: torch.Tensor
 
 
 def supervised_steps(targets: torch.Tensor, roots: torch.Tensor, steps: int) -> torch.Tensor:
@@ -96,6 +98,7 @@ def token_loss(
     parts = [(row[i : i + size], slot[i : i + size]) for i in range(0, max(len(row), 1), size)]
 
     def part(outputs: torch.Tensor, row: torch.Tensor, slot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Loss of each row `(B,)` and right answers of each step."""
         some, normaliser, top = readout.kept(row, slot, kept)
         best = draft.to_draft_ids(top)
         at = slot - torch.arange(steps, device=slot.device)[:, None]  # (steps, n): each step's root
@@ -111,9 +114,10 @@ def token_loss(
         with torch.no_grad():
             right = logits.gather(-1, best.clamp(min=0).expand(steps, -1)[..., None])[..., 0] == logits.amax(-1)
             correct = (right & (best >= 0) & counted).sum(1)
-        return (loss.masked_fill(~used, 0).sum(1) * weight).sum(), correct
+        each = weight @ loss.masked_fill(~used, 0)
+        return each.new_zeros(batch).index_add(0, row, each), correct
 
-    total = outputs.sum() * 0
+    total = (outputs.sum((0, 2, 3)) * 0).to(torch.promote_types(outputs.dtype, torch.float32))
     correct = torch.zeros(steps, dtype=torch.long, device=roots.device)
     for row, slot in parts:
         if len(parts) == 1:
@@ -121,7 +125,7 @@ def token_loss(
         else:
             loss, right = checkpoint(part, outputs, row, slot, use_reentrant=False)
         total, correct = total + loss, correct + right
-    return TokenLoss(total, correct, supervised.flatten(0, 1).sum(0))
+    return TokenLoss(total.sum(), correct, supervised.flatten(0, 1).sum(0), total.detach())
 
 
 def _taught(roots: torch.Tensor, supervised: torch.Tensor, slots: int) -> torch.Tensor:

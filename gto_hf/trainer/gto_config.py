@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,15 @@ from trl import SFTConfig
 
 from gto_hf.gto import AGGREGATIONS, TOKEN_OBJECTIVES
 from gto_hf.tree import TreeConfig
+
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "token_objective": tuple(TOKEN_OBJECTIVES),
+    "gto_objective": ("gto", "tree_kl", "membership"),
+    "gto_aggregation": AGGREGATIONS,
+    "gto_path": ("greedy", "sample"),
+    "group_positions": ("random", "grid"),
+}
 
 
 # docstyle-ignore
@@ -62,6 +72,11 @@ class GTOConfig(SFTConfig):
 
         gto_weight (`float`, *optional*, defaults to `0.5`):
             Weight ω of the GTO term. `0` trains the token loss alone: Phase I, or the continued-training control.
+        gto_objective (`str`, *optional*, defaults to `"gto"`):
+            `"gto"` is the paper's. `"tree_kl"` (soft cross-entropy at every inner node of the draft's trees, weighted by how
+            likely verification gets there) and `"membership"` (soft expected acceptance of the tree) are ours; they use
+            no reference draft.
+        gto_beta (`float`, *optional*, defaults to `1.0`): Softness of `"membership"`, in nats.
         num_groups (`int`, *optional*, defaults to `16`): Groups per sequence, K; fewer on short rows.
         group_size (`int`, *optional*, defaults to `8`):
             Adjacent positions per group, m. `1` makes every advantage zero, so it is the control too.
@@ -105,16 +120,21 @@ class GTOConfig(SFTConfig):
         default=True, metadata={"help": "Leave out positions whose top target token the draft cannot say."}
     )
     token_objective: str = field(
-        default="kl", metadata={"help": "Loss of every unrolled step.", "choices": list(TOKEN_OBJECTIVES)}
+        default="kl", metadata={"help": "Loss of every unrolled step.", "choices": list(_CHOICES["token_objective"])}
     )
     tree_depth: int | None = field(default=None, metadata={"help": "Depth of training trees; default: the draft's."})
     tree_top_k: int | None = field(default=None, metadata={"help": "Branching of training trees."})
     tree_total_tokens: int | None = field(default=None, metadata={"help": "Nodes of training trees, root excluded."})
     gto_weight: float = field(default=0.5, metadata={"help": "Weight of the GTO term; 0 is token loss alone."})
+    gto_objective: str = field(
+        default="gto", metadata={"help": "Tree term of the loss.", "choices": list(_CHOICES["gto_objective"])}
+    )
+    gto_beta: float = field(default=1.0, metadata={"help": "Softness of tree membership, in nats."})
     num_groups: int = field(default=16, metadata={"help": "Groups per sequence (K)."})
     group_size: int = field(default=8, metadata={"help": "Adjacent positions per group (m)."})
     gto_aggregation: str = field(
-        default="lse", metadata={"help": "How branches make a tree reward.", "choices": list(AGGREGATIONS)}
+        default="lse",
+        metadata={"help": "How branches make a tree reward.", "choices": list(_CHOICES["gto_aggregation"])},
     )
     gto_eta: float = field(default=1.0, metadata={"help": "Sharpness of the lse reward."})
     gto_epsilon: float = field(default=0.2, metadata={"help": "Clip range of the ratio."})
@@ -136,11 +156,16 @@ class GTOConfig(SFTConfig):
             self.use_cpu = True
         super().__post_init__()
         self._refuse_inherited()
+        if self.fp16 and self.use_cpu:
+            warnings.warn(
+                "`fp16=True` does nothing on a CPU: training runs in float32. Set `bf16=True` for half precision."
+            )
         positive = (
             "num_groups",
             "group_size",
             "gto_eta",
             "gto_delta",
+            "gto_beta",
             "target_temperature",
             "score_nodes",
             "ttt_decay",
@@ -160,16 +185,9 @@ class GTOConfig(SFTConfig):
             )
         if self.ttt_steps is not None and self.ttt_steps < 1:
             raise ValueError(f"`ttt_steps={self.ttt_steps}` must be at least 1.")
-        if self.gto_aggregation not in AGGREGATIONS:
-            raise ValueError(f"`gto_aggregation={self.gto_aggregation!r}`: choose one of {', '.join(AGGREGATIONS)}.")
-        if self.token_objective not in TOKEN_OBJECTIVES:
-            raise ValueError(
-                f"`token_objective={self.token_objective!r}`: choose one of {', '.join(TOKEN_OBJECTIVES)}."
-            )
-        if self.group_positions not in ("random", "grid"):
-            raise ValueError(f"`group_positions={self.group_positions!r}`: choose `random` or `grid`.")
-        if self.gto_path not in ("greedy", "sample"):
-            raise ValueError(f"`gto_path={self.gto_path!r}`: choose `greedy` or `sample`.")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"`{name}={getattr(self, name)!r}`: choose one of {', '.join(choices)}.")
 
     def _refuse_inherited(self) -> None:
         """Options of SFTConfig that would be ignored or would let a tree see another document."""

@@ -9,28 +9,27 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, set_seed
-from trl import SFTTrainer
 from trl.models.utils import _ForwardRedirection, disable_gradient_checkpointing, prepare_deepspeed
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+from trl.trainer.utils import hash_module
 
 from gto_hf.decoding import as_draft
 from gto_hf.drafts import DraftModel
 from gto_hf.gto import (
-    GroupPlan,
     TargetReading,
     TokenLoss,
     count_groups,
     draft_forward,
-    gto_loss,
     padded_positions,
-    plan_groups,
     roots_of,
+    row_generators,
     sample_groups,
     supervised_steps,
     supervised_targets,
@@ -52,11 +51,14 @@ from .load import (
     load_target,
     load_tokenizer,
 )
-from .logs import log_groups, log_tokens, logged_names
+from .logs import log_tokens, logged_names
+from .nonfinite import check_gradient, explain_nonfinite_trees, nonfinite_loss
+from .resume import ResumableTrainer
 from .sums import Sums
+from .terms import GroupTerm, Plan, TreeTerm, WholeTreeTerm
 
 
-class GTOTrainer(SFTTrainer):
+class GTOTrainer(ResumableTrainer):
     """
     Trainer for draft models with Group Tree Optimization, proposed in the paper [Bridging Draft Policy Misalignment:
     Group Tree Optimization for Speculative Decoding](https://huggingface.co/papers/2509.22134).
@@ -174,8 +176,9 @@ class GTOTrainer(SFTTrainer):
                 raise ValueError("`model` has an adapter already; merge it, or leave `peft_config` unset to train it.")
             peft_config = draft_peft_config(peft_config, draft)
         self.reference = None
-        if args.gto_weight > 0:
+        if args.gto_weight > 0 and args.gto_objective == "gto":
             self.reference = Reference(model, fresh_adapter=peft_config is not None)
+            self.reference_hash = hash_module(model)
 
         # Processing class
         processing_class = load_tokenizer(processing_class, self.target_model)
@@ -205,12 +208,13 @@ class GTOTrainer(SFTTrainer):
         draft.config.trained_length = max(draft.config.trained_length or 0, longest or 0) or None
 
         # Frozen models
-        self._place_frozen(draft)
         self._eos_ids = eos_ids(self.target_model, processing_class, self.accelerator.device)
+        self.term: TreeTerm | None = None
+        self._place_frozen(draft)
 
         # Metrics
         self._forward_redirection = _ForwardRedirection()
-        means, totals = logged_names(self.ttt_steps, with_groups=self.reference is not None)
+        means, totals = logged_names(self.ttt_steps, None if self.term is None else args.gto_objective)
         self._sums = {mode: Sums(means, totals) for mode in ("train", "eval")}
         self._batch_counts: tuple[torch.Tensor, torch.Tensor] | None = None
         self._micro_step = 0
@@ -226,10 +230,14 @@ class GTOTrainer(SFTTrainer):
         if self.reference is not None:
             self.reference.prepare(self.accelerator.device)
         self._reader = TargetReader(self.target_model, draft, self.args, self.train_dataset)
-        self._memory = None
+        memory = None
+        common = self.args, self.tree, self.target_model, self._eos_ids
         if self.reference is not None:
-            self._memory = reference_memory(self.args, self.reference.draft(draft), self.target_model, self.tree)
-        self.add_callback(FlushStores(*(kept.store for kept in (self._reader.features, self._memory) if kept)))
+            memory = reference_memory(self.args, self.reference.draft(draft), self.target_model, self.tree)
+            self.term = GroupTerm(*common, self.reference, memory)
+        elif self.args.gto_weight > 0:
+            self.term = WholeTreeTerm(*common)
+        self.add_callback(FlushStores(*(kept.store for kept in (self._reader.features, memory) if kept)))
 
     # ------------------------------------------------------------------ normalisers
     def _targets(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -245,7 +253,7 @@ class GTOTrainer(SFTTrainer):
     def _counts(self, inputs: dict[str, torch.Tensor]) -> tuple[int, int]:
         """Token-loss roots and groups of one micro-batch; both follow from its labels alone."""
         roots = roots_of(self._targets(inputs))
-        groups = count_groups(roots, self.args.num_groups, self.args.group_size) if self.reference is not None else 0
+        groups = count_groups(roots, self.args.num_groups, self.args.group_size) if self.term is not None else 0
         return int(roots.sum()), groups
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, Any]:
@@ -255,7 +263,14 @@ class GTOTrainer(SFTTrainer):
         counts = self.accelerator.reduce(counts, reduction="sum")
         self._batch_counts = (counts[0].clamp(min=1), counts[1].clamp(min=1))
         self._micro_step = 0
+        self._samples = samples
         return samples, counts[0]
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """As in [`~transformers.Trainer`]; a gradient that is not finite stops the run before it is used."""
+        grad_norm = super()._get_grad_norm(model, grad_norm)
+        check_gradient(self, grad_norm, self._samples)
+        return grad_norm
 
     # ------------------------------------------------------------------ loss
     def compute_loss(
@@ -265,7 +280,7 @@ class GTOTrainer(SFTTrainer):
         `L = L_token + gto_weight * L_GTO` of one micro-batch, as its share of the whole batch.
 
         Raises:
-            FloatingPointError: If the loss is NaN or infinite; nothing has been updated with it.
+            FloatingPointError: If the loss is NaN or infinite, with the cause and the rows; nothing has been updated with it.
         """
         mode = "train" if self.model.training else "eval"
         sums = self._sums[mode]
@@ -275,7 +290,7 @@ class GTOTrainer(SFTTrainer):
         targets = self._targets(inputs)
         roots = roots_of(targets)
         root_list, real = padded_positions(roots)
-        groups, valid = self._sample_groups(roots) if self.reference is not None else (None, None)
+        groups, valid = self._sample_groups(roots, inputs) if self.term is not None else (None, None)
         with_groups = groups is not None and bool(valid.any())
         reading = self._reader.read(inputs, root_list, real, use_cache=with_groups)
         supervised = supervised_steps(targets, root_list, self.ttt_steps) & real[..., None]
@@ -294,8 +309,9 @@ class GTOTrainer(SFTTrainer):
 
         with self.accelerator.autocast():
             plan = self._plan(unwrapped, draft, reading, groups, valid) if with_groups else None
+            of_trees = None if plan is None else partial(self.term.forward, plan=plan)
             with bare_forward(unwrapped):
-                tokens, path_log_probs = self._forward_redirection(
+                tokens, values = self._forward_redirection(
                     model,
                     unwrapped,
                     draft_forward,
@@ -304,26 +320,18 @@ class GTOTrainer(SFTTrainer):
                     root_list,
                     self.ttt_steps,
                     of_tokens,
-                    plan,
+                    of_trees,
                 )
         token_count, group_count = self._normalisers(mode, inputs)
         loss = tokens.loss / token_count
         if plan is not None:
-            lengths = plan.of_groups(plan.lengths)
-            grouped = gto_loss(
-                path_log_probs, plan.reference_log_probs, lengths, plan.advantages, self.args.gto_epsilon
-            )
-            loss = loss + self.args.gto_weight * grouped.loss / group_count
-            log_groups(sums, plan, grouped)
+            loss = loss + self.args.gto_weight * self.term.loss(values, plan, sums) / group_count
         log_tokens(sums, tokens, skipped=None if groups is None else (~valid.any(1)).sum())
         if mode == "train":
             self._total_train_tokens += int(self.accelerator.reduce(inputs["attention_mask"].sum(), reduction="sum"))
         if not torch.isfinite(loss):
-            raise FloatingPointError(
-                f"The loss is {loss.item()} at step {self.state.global_step}: token loss {tokens.loss.item()} over "
-                f"{int(tokens.counted[0])} tokens. The draft was not updated with it; resume from the last checkpoint "
-                "with a lower `learning_rate`, and train in bfloat16 or float32 rather than float16."
-            )
+            finite = None if plan is None else (plan.valid, self.term.finite(values, plan))
+            raise nonfinite_loss(self, reading, ~tokens.rows.isfinite(), finite)
         # Gradients are averaged over ranks, the counts are sums over ranks.
         loss = loss * self.accelerator.num_processes if mode == "train" else loss
         self._micro_step += 1
@@ -336,14 +344,15 @@ class GTOTrainer(SFTTrainer):
         tokens, groups = self._counts(inputs)
         return max(tokens, 1), max(groups, 1)
 
-    def _sample_groups(self, roots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Groups of this micro-batch; their own generator makes a resumed run draw the same ones."""
-        if self.args.group_positions == "grid":
-            self._generator = None
-            return sample_groups(roots, self.args.num_groups, self.args.group_size, None)
-        seed = hash((self.args.seed, self.state.global_step, self._micro_step, self.accelerator.process_index))
-        self._generator = torch.Generator().manual_seed(seed % 2**63)
-        return sample_groups(roots, self.args.num_groups, self.args.group_size, self._generator)
+    def _sample_groups(self, roots: torch.Tensor, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Groups of this micro-batch; they follow from seed, step and row, so ranks, layout and resuming change nothing."""
+        args, step = self.args, self.state.global_step
+        seed = hash((args.seed, step, self._micro_step, self.accelerator.process_index))
+        self._generator = torch.Generator().manual_seed(seed % 2**63)  # of sampled paths
+        rows = None
+        if args.group_positions == "random":
+            rows = row_generators(args.seed, step, inputs["input_ids"], inputs["attention_mask"].bool())
+        return sample_groups(roots, args.num_groups, args.group_size, rows)
 
     def _plan(
         self,
@@ -352,31 +361,13 @@ class GTOTrainer(SFTTrainer):
         reading: TargetReading,
         groups: torch.Tensor,
         valid: torch.Tensor,
-    ) -> GroupPlan:
-        """Trees, rewards, advantages and accepted paths; no gradient."""
-        args = self.args
-        with disable_gradient_checkpointing(self.model, args.gradient_checkpointing_kwargs):
-            return plan_groups(
-                draft,
-                self.reference.draft(draft),
-                reading.sequences,
-                groups,
-                valid,
-                self.tree,
-                self.target_model,
-                reading.cache,
-                reading.readout,
-                self._eos_ids,
-                memory=self._memory,
-                as_reference=lambda: self.reference.context(unwrapped),
-                aggregation=args.gto_aggregation,
-                eta=args.gto_eta,
-                delta=args.gto_delta,
-                debias=args.gto_debias,
-                temperature=args.target_temperature,
-                sample=self._generator if args.gto_path == "sample" else None,
-                max_nodes=args.score_nodes,
-            )
+    ) -> Plan:
+        """Trees and what the target says about them; no gradient."""
+        with (
+            disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs),
+            explain_nonfinite_trees(self, draft, reading),
+        ):
+            return self.term.plan(unwrapped, draft, reading, groups, valid, self._generator)
 
     # ------------------------------------------------------------------ logging
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

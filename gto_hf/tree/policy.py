@@ -79,9 +79,13 @@ def stable_topk(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tenso
     return best, index.gather(-1, order)
 
 
+class NotFiniteError(ValueError, FloatingPointError):
+    """A draft's scores hold NaN: bad input for a tree, and to a trainer a failure of arithmetic."""
+
+
 def _refuse_nan(scores: torch.Tensor) -> None:
     if torch.isnan(scores).any():
-        raise ValueError(
+        raise NotFiniteError(
             "The draft's scores contain NaN, so no tree can be grown. Its weights or the target's features are not "
             "finite: check the checkpoint, and train in bfloat16 or float32 rather than float16."
         )

@@ -15,6 +15,7 @@ from gto_hf.gto import (
     gto_loss,
     prefix_probs,
     roots_of,
+    row_generators,
     sample_groups,
     supervised_steps,
     supervised_targets,
@@ -141,3 +142,23 @@ def test_every_root_of_a_long_run_can_be_drawn():
         groups, _ = sample_groups(roots, 1, 4, torch.Generator().manual_seed(seed))
         seen.update(groups.flatten().tolist())
     assert seen == set(range(1, 12))
+
+
+def test_a_rows_groups_depend_on_the_row_and_the_step_and_on_nothing_around_it():
+    ids = torch.randint(3, 64, (3, 40))
+    roots = torch.ones_like(ids, dtype=torch.bool)
+    roots[:, 0], roots[1, 30:] = False, False
+    valid = torch.ones_like(roots)
+    valid[1, 31:] = False
+
+    def groups_of(order, step=0, seed=0, width=40):
+        own = row_generators(seed, step, ids[order][:, :width], valid[order][:, :width])
+        groups, real = sample_groups(roots[order][:, :width], 2, 3, own)
+        return [g[r].tolist() for g, r in zip(groups, real, strict=True)]
+
+    together = groups_of([0, 1, 2])
+    assert groups_of([2, 0]) == [together[2], together[0]]
+    assert groups_of([1], width=35) == groups_of([1]) == [together[1]]  # less padding
+    assert any(groups_of([0], step=s) != [together[0]] for s in range(1, 5))
+    assert any(groups_of([0], seed=s) != [together[0]] for s in range(1, 5))
+    assert any(groups_of([0], step=s) != groups_of([2], step=s) for s in range(5))

@@ -322,7 +322,7 @@ def fast_losses(target, draft, reference, batch, steps, decay, plan_args=None, e
     def of_tokens(features):
         return token_loss(draft, features, reading.readout, order, supervised, decay, elements=elements)
 
-    tokens, path_log_probs = draft_forward(draft, reading.sequences, order, steps, of_tokens, plan)
+    tokens, path_log_probs = draft_forward(draft, reading.sequences, order, steps, of_tokens, plan.path_log_probs)
     grouped = gto_loss(path_log_probs, plan.reference_log_probs, plan.of_groups(plan.lengths), plan.advantages)
     return tokens, grouped, plan, groups
 
@@ -364,7 +364,7 @@ def test_the_gradient_matches_finite_differences_in_float64_through_path_and_pre
 
     def loss():
         heads = lambda features: [draft.head(f) for f in features]  # noqa: E731
-        logits, paths = draft_forward(draft, sequences, token_roots, 2, heads, plan)
+        logits, paths = draft_forward(draft, sequences, token_roots, 2, heads, plan.path_log_probs)
         surrogate = gto_loss(paths, plan.reference_log_probs, plan.of_groups(plan.lengths), plan.advantages, 0.9)
         return surrogate.loss + sum((w * x.log_softmax(-1)).sum() for w, x in zip(weights, logits, strict=True))
 

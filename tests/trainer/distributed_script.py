@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run by test_distributed.py, alone or under torchrun; writes the trained draft and the log of every rank."""
+
+import json
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from datasets import Dataset
+from peft import LoraConfig
+
+from gto_hf import GTOConfig, GTOTrainer
+from tests.tiny import tiny_draft, tiny_target, tiny_tokenizer, written_rows
+
+
+def main(folder: str, lora: bool = False, resume: bool = False, draft: str | None = None, **options: object) -> None:
+    target = tiny_target()
+    rows = written_rows(target, 8, 30)
+    for i in range(1, 8, 2):  # every second row, so every batch of one rank, is too short for a group
+        rows[i] = {key: ids[:7] for key, ids in rows[i].items()}
+    rows[5]["labels"] = [-100, rows[5]["input_ids"][1]] + [-100] * 5  # nothing to train at all
+    args = GTOConfig(
+        folder,
+        per_device_train_batch_size=1 if "RANK" in os.environ else 2,
+        num_groups=2,
+        group_size=8,
+        bf16=False,
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        logging_steps=1,
+        shuffle_dataset=False,
+        train_sampling_strategy="sequential",
+        **{"max_steps": 3, "learning_rate": 1e-3, "save_strategy": "no", **options},
+    )
+    # With a folder the draft is loaded here, that is, under the configuration of the backend.
+    model = draft or tiny_draft(target)
+    trainer = GTOTrainer(
+        model,
+        target,
+        args,
+        train_dataset=Dataset.from_list(rows),
+        eval_dataset=Dataset.from_list(rows[:4]),
+        processing_class=tiny_tokenizer(),
+        peft_config=LoraConfig(r=4, init_lora_weights=False) if lora else None,
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    metrics = trainer.evaluate()
+    trainer.save_model(f"{folder}/final")
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    state = {k: v.detach().clone() for k, v in trainer.accelerator.unwrap_model(trainer.model).state_dict().items()}
+    found = {
+        "state": state,
+        "logs": trainer.state.log_history,
+        "metrics": metrics,
+        "tokens": trainer._total_train_tokens,
+    }
+    torch.save(found, f"{folder}/rank{rank}.pt")
+
+
+if __name__ == "__main__":
+    main(**json.loads(sys.argv[1]))
