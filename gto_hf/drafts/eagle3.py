@@ -164,7 +164,7 @@ class Eagle3Draft(DraftModel):
             "hidden_size": width,
             "target_hidden_size": source.hidden_size,
             "own_embeddings": width != unwrap(target).get_input_embeddings().weight.shape[-1],
-            "intermediate_size": getattr(source, "intermediate_size", None) or 4 * width,
+            "intermediate_size": _one(getattr(source, "intermediate_size", None)) or 4 * width,
             "num_attention_heads": heads,
             "num_key_value_heads": getattr(source, "num_key_value_heads", None) or heads,
             "head_dim": getattr(source, "head_dim", None) or width // heads,
@@ -229,6 +229,11 @@ def _last_layer(target: nn.Module) -> nn.Module | None:
     """The target's last decoder layer, if its parts have Llama's names."""
     layers = [m for m in unwrap(target).modules() if hasattr(m, "self_attn") and hasattr(m, "input_layernorm")]
     return layers[-1] if layers else None
+
+
+def _one(value: Any) -> Any:
+    """The last of a list: some targets (Gemma 3n) give a size per layer."""
+    return value[-1] if isinstance(value, (list, tuple)) else value
 
 
 def _plain_rope(source: Any) -> dict[str, Any]:

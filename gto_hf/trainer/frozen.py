@@ -88,14 +88,14 @@ class TargetReader:
 
 
 def reference_memory(
-    args: GTOConfig, reference: DraftModel, target: nn.Module, tree: TreeConfig
+    args: GTOConfig, reference_hash: str | None, target: nn.Module, tree: TreeConfig
 ) -> ReferenceMemory | None:
     """Where M0's trees are kept, for groups on a fixed grid; None where they would not come again."""
     if args.group_positions != "grid" or args.gto_path != "greedy":
         return None
     folder = args.reference_path or str(Path(args.output_dir) / "reference-trees")
     facts = {
-        "reference draft": weights_hash(reference),
+        "reference draft": reference_hash,
         "target": _of_target(target),
         "tree": tree.to_dict(),
         "groups": [args.num_groups, args.group_size],

@@ -233,7 +233,7 @@ class GTOTrainer(ResumableTrainer):
         memory = None
         common = self.args, self.tree, self.target_model, self._eos_ids
         if self.reference is not None:
-            memory = reference_memory(self.args, self.reference.draft(draft), self.target_model, self.tree)
+            memory = reference_memory(self.args, self.reference_hash, self.target_model, self.tree)
             self.term = GroupTerm(*common, self.reference, memory)
         elif self.args.gto_weight > 0:
             self.term = WholeTreeTerm(*common)

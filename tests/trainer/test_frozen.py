@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is kept of the frozen models' answers changes the cost of a run, not its result."""
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from gto_hf.gto import FeatureStore, RowStore
+from tests.families import FAMILIES
+from tests.tiny import tiny_draft
+from tests.trainer.test_gto_trainer import logs_with, make, rows, state  # noqa: F401 - a fixture
+
+
+class _Calls:
+    """Tokens that went through a model."""
+
+    def __init__(self, model):
+        self.tokens = 0
+        model.register_forward_pre_hook(self._count, with_kwargs=True)
+
+    def _count(self, module, args, kwargs):
+        self.tokens += kwargs["input_ids"].numel()
+
+
+def trained(draft, target, rows, folder, **kwargs):  # noqa: F811
+    trainer = make(draft, target, rows, folder, per_device_train_batch_size=2, **kwargs)
+    trainer.train()
+    return trainer
+
+
+# ---------------------------------------------------------------- features
+def test_stored_features_train_the_same_draft_without_the_target(llama, rows, tmp_path):  # noqa: F811
+    options = {"gto_weight": 0.0, "num_train_epochs": 2}
+    plain = trained(tiny_draft(llama), llama, rows, tmp_path / "a", **options)
+    calls = _Calls(llama)
+    first = trained(tiny_draft(llama), llama, rows, tmp_path / "b", features_path=str(tmp_path / "f"), **options)
+    once = sum(len(row["input_ids"]) for row in rows)
+    assert once <= calls.tokens <= 2 * once  # one epoch of forwards, padding and the probe included
+    calls.tokens = 0
+    again = trained(tiny_draft(llama), llama, rows, tmp_path / "c", features_path=str(tmp_path / "f"), **options)
+    assert calls.tokens <= 2 * 24  # the first batch says what the head is
+    for other in (first, again):
+        for key, value in plain.model.state_dict().items():
+            torch.testing.assert_close(other.model.state_dict()[key], value, atol=1e-5, rtol=1e-4, msg=key)
+        assert logs_with(other, "token_loss") == pytest.approx(logs_with(plain, "token_loss"), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "cohere2", "granite"])
+def test_features_of_targets_with_caps_and_factors(name, rows, tmp_path):  # noqa: F811
+    target = FAMILIES[name].build()
+    if name == "granite":
+        target.config.logits_scaling = 4.0
+    if name == "cohere2":
+        target.logit_scale = target.config.logit_scale = 0.5
+    options = {"gto_weight": 0.0, "max_steps": 3}
+    plain = trained(tiny_draft(target), target, rows, tmp_path / "a", **options)
+    kept = trained(tiny_draft(target), target, rows, tmp_path / "b", features_path=str(tmp_path / "f"), **options)
+    for key, value in plain.model.state_dict().items():
+        torch.testing.assert_close(kept.model.state_dict()[key], value, atol=1e-5, rtol=1e-4, msg=key)
+
+
+def test_a_target_whose_head_is_not_understood_trains_but_cannot_be_stored(rows, tmp_path):  # noqa: F811
+    target = FAMILIES["gemma3n_text"].build()
+    trainer = trained(tiny_draft(target), target, rows, tmp_path / "a", gto_weight=0.0, max_steps=1)
+    assert len(logs_with(trainer, "token_loss")) == 1
+    with pytest.raises(ValueError, match="features_path"):
+        trained(
+            tiny_draft(target), target, rows, tmp_path / "b", gto_weight=0.0, max_steps=1, features_path=str(tmp_path)
+        )
+
+
+def test_the_size_is_announced_and_a_full_disk_refused(llama, draft, rows, tmp_path, monkeypatch, caplog):  # noqa: F811
+    import shutil
+
+    from transformers.utils import logging
+
+    logging.get_logger("transformers").propagate = True
+    make(draft, llama, rows, tmp_path / "a", gto_weight=0.0, features_path=str(tmp_path / "f"))
+    tokens = sum(len(row["input_ids"]) for row in rows)
+    per_token = FeatureStore.bytes_per_token(draft, torch.float32)
+    assert f"{tokens:,} tokens of {per_token:,} bytes" in caplog.text
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 0))
+    with pytest.raises(ValueError, match="features_path.*free"):
+        make(draft, llama, rows, tmp_path / "b", gto_weight=0.0, features_path=str(tmp_path / "g"))
+
+
+def test_features_have_no_use_with_trees(llama, draft, rows, tmp_path):  # noqa: F811
+    with pytest.raises(ValueError, match="features_path.*gto_weight"):
+        make(draft, llama, rows, tmp_path, gto_weight=0.5, features_path=str(tmp_path / "f"))
+
+
+# ---------------------------------------------------------------- the reference's trees
+GRID = {"group_positions": "grid", "gto_weight": 0.5, "num_train_epochs": 3, "logging_steps": 4, "learning_rate": 1e-4}
+
+
+def test_the_references_trees_are_scored_once(llama, rows, tmp_path):  # noqa: F811
+    """Later epochs forward fewer nodes and give the same rewards as a run that forgets."""
+    kept = trained(tiny_draft(llama), llama, rows, tmp_path / "a", **GRID)
+    calls = logs_with(kept, "gto/target_nodes")
+    assert calls[1] < 0.7 * calls[0] and calls[2] < 0.7 * calls[0]
+
+    forgets = make(tiny_draft(llama), llama, rows, tmp_path / "b", per_device_train_batch_size=2, **GRID)
+    forgets.term.memory = None
+    forgets.train()
+    assert logs_with(forgets, "gto/target_nodes")[1] > calls[1]
+    for key in ("reward/draft", "reward/reference", "expected_acceptance/draft", "gto/ratio", "loss"):
+        assert logs_with(kept, key) == pytest.approx(logs_with(forgets, key), rel=1e-3, abs=1e-5), key
+    for key, value in forgets.model.state_dict().items():
+        torch.testing.assert_close(kept.model.state_dict()[key], value, atol=1e-4, rtol=1e-3, msg=key)
+
+
+def test_a_second_run_from_the_same_reference_starts_with_its_trees(llama, rows, tmp_path):  # noqa: F811
+    path = str(tmp_path / "trees")
+    first = trained(tiny_draft(llama), llama, rows, tmp_path / "a", reference_path=path, **GRID)
+    second = trained(tiny_draft(llama), llama, rows, tmp_path / "b", reference_path=path, **GRID)
+    assert logs_with(second, "gto/target_nodes")[0] < 0.7 * logs_with(first, "gto/target_nodes")[0]
+    with pytest.raises(ValueError, match="reference draft"):
+        make(tiny_draft(llama, seed=2), llama, rows, tmp_path / "c", reference_path=path, **GRID)
+
+
+def test_at_the_reference_remembered_trees_give_no_advantage_in_half_precision(llama, rows, tmp_path):  # noqa: F811
+    """Equal nodes get equal bits, also from an earlier epoch: rounding must not pass for a reward."""
+    target = llama.to(torch.bfloat16)
+    trainer = trained(tiny_draft(target), target, rows, tmp_path, **{**GRID, "learning_rate": 0.0})
+    assert logs_with(trainer, "gto/advantage_abs") == [0.0, 0.0, 0.0]
+    assert logs_with(trainer, "gto/target_nodes")[1] == 0
+
+
+# ---------------------------------------------------------------- rows on disk
+def test_rows_are_found_again_and_half_written_files_ignored(tmp_path):
+    store = RowStore(tmp_path, {"a": 1})
+    store.put("x", {"v": torch.arange(3)})
+    assert "x" in store and len(store) == 1 and not list(tmp_path.glob("*.safetensors"))
+    store.flush()
+    (tmp_path / "dead.part").write_bytes(b"half")
+    again = RowStore(tmp_path, {"a": 1})
+    assert torch.equal(again.get("x")["v"], torch.arange(3)) and again.get("y") is None
+    again.put("x", {"v": torch.zeros(3)})  # what is there stays
+    again.flush()
+    assert torch.equal(RowStore(tmp_path, {"a": 1}).get("x")["v"], torch.arange(3))
+    (shard,) = tmp_path.glob("*.safetensors")
+    with safe_open(shard, framework="pt") as file:
+        assert list(file.keys()) == ["x/v"]
+
+
+def test_a_store_of_other_models_is_refused(tmp_path):
+    RowStore(tmp_path, {"target": {"hidden_size": 8}, "tree": [1]})
+    with pytest.raises(ValueError, match="hidden_size.*16.*another folder"):
+        RowStore(tmp_path, {"target": {"hidden_size": 16}, "tree": [1]})
