@@ -70,6 +70,14 @@ class GTOConfig(SFTConfig):
             Tree nodes per row in one target forward. Memory against speed; results do not depend on it.
         disable_dropout (`bool`, *optional*, defaults to `True`):
             Without it the ratio at the first step would not be 1.
+
+        > Parameters that control evaluation
+
+        eval_prompts (`int`, *optional*, defaults to `8`):
+            Prompts of every evaluation set that are decoded, as a tree and as a chain, to log `eval_tau`; `0` is off.
+            With it `metric_for_best_model="tau"` works. `eval_runtime` includes this decoding.
+        eval_max_new_tokens (`int`, *optional*, defaults to `64`): New tokens per prompt, at least 2.
+        eval_temperature (`float`, *optional*, defaults to `0.0`): Temperature of that decoding; 0 is greedy.
     """
 
     _VALID_DICT_FIELDS = SFTConfig._VALID_DICT_FIELDS + ["target_model_init_kwargs"]
@@ -109,6 +117,9 @@ class GTOConfig(SFTConfig):
     target_temperature: float = field(default=1.0, metadata={"help": "Temperature of the target in rewards."})
     score_nodes: int = field(default=1024, metadata={"help": "Tree nodes per row in one target forward."})
     disable_dropout: bool = field(default=True, metadata={"help": "Switch the draft's dropout off."})
+    eval_prompts: int = field(default=8, metadata={"help": "Prompts decoded in every evaluation for tau; 0 is off."})
+    eval_max_new_tokens: int = field(default=64, metadata={"help": "New tokens per decoded prompt, at least 2."})
+    eval_temperature: float = field(default=0.0, metadata={"help": "Temperature of that decoding; 0 is greedy."})
 
     def __post_init__(self) -> None:
         if not self.use_cpu and not torch.accelerator.is_available():
@@ -138,6 +149,9 @@ class GTOConfig(SFTConfig):
             raise ValueError(f"`gto_aggregation={self.gto_aggregation!r}`: choose one of {', '.join(AGGREGATIONS)}.")
         if self.gto_path not in ("greedy", "sample"):
             raise ValueError(f"`gto_path={self.gto_path!r}`: choose `greedy` or `sample`.")
+        for name, least in (("eval_prompts", 0), ("eval_max_new_tokens", 2), ("eval_temperature", 0.0)):
+            if not getattr(self, name) >= least:
+                raise ValueError(f"`{name}={getattr(self, name)}` must be at least {least}.")
 
     def _refuse_inherited(self) -> None:
         """Options of SFTConfig that would be ignored or would let a tree see another document."""

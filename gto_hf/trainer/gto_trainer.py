@@ -40,7 +40,8 @@ from gto_hf.gto import (
 from gto_hf.hub import draft_card
 from gto_hf.lora import Reference, draft_peft_config, is_peft
 
-from .forward import at_least_two_columns, bare_forward
+from .acceptance import Acceptance, kept_rng
+from .forward import at_least_two_columns, bare_forward, without_repeats
 from .gto_config import GTOConfig
 from .load import (
     check_columns,
@@ -207,6 +208,7 @@ class GTOTrainer(SFTTrainer):
         # Frozen models
         self._place_frozen()
         self._eos_ids = eos_ids(self.target_model, processing_class, self.accelerator.device)
+        self._acceptance = Acceptance(args, self.target_model, draft, self.accelerator)
 
         # Metrics
         self._forward_redirection = _ForwardRedirection()
@@ -293,7 +295,7 @@ class GTOTrainer(SFTTrainer):
             )
             loss = loss + self.args.gto_weight * grouped.loss / group_count
             log_groups(sums, plan, grouped)
-        log_tokens(sums, tokens, skipped=None if groups is None else (~valid.any(1)).sum())
+        log_tokens(sums, tokens, skipped=None if groups is None else (targets.any(1) & ~valid.any(1)).sum())
         if mode == "train":
             self._total_train_tokens += int(self.accelerator.reduce(inputs["attention_mask"].sum(), reduction="sum"))
         if not torch.isfinite(loss):
@@ -393,7 +395,15 @@ class GTOTrainer(SFTTrainer):
         self._eval_prefix = metric_key_prefix
         self._sums["eval"].clear()
         self._micro_step = 0  # the same groups every time
-        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        with kept_rng():
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+        """As in [`~transformers.Trainer`]; then prompts of the dataset are decoded, see [`Acceptance`]."""
+        output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
+        found = self._acceptance.measure(self.model, dataloader)
+        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in found.items()})
+        return output
 
     def prediction_step(
         self,
@@ -403,7 +413,7 @@ class GTOTrainer(SFTTrainer):
         ignore_keys: list[str] | None = None,
     ) -> tuple[torch.Tensor, None, None]:
         """The loss only: a draft has no predictions of its own."""
-        inputs = self._prepare_inputs(inputs)
+        inputs = without_repeats(self._prepare_inputs(inputs), self.accelerator)
         with torch.no_grad():
             loss = self.compute_loss(model, inputs)
         return loss.detach(), None, None

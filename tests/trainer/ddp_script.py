@@ -6,7 +6,7 @@ import sys
 
 import torch
 import torch.distributed as dist
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 
 from gto_hf import GTOConfig, GTOTrainer
 from tests.tiny import tiny_draft, tiny_target, tiny_tokenizer, written_rows
@@ -35,14 +35,19 @@ def main(folder: str, weight: float) -> None:
         train_sampling_strategy="sequential",
         eval_strategy="steps",
         eval_steps=3,
+        per_device_eval_batch_size=2,
+        eval_prompts=2,
+        eval_max_new_tokens=8,
     )
     draft = tiny_draft(target)
+    held_out = {"three": Dataset.from_list(rows[:3]), "one": Dataset.from_list(rows[:1])}
+    held_out["stream"] = IterableDataset.from_generator(lambda: iter(rows[:4]))
     trainer = GTOTrainer(
         draft,
         target,
         args,
         train_dataset=Dataset.from_list(rows),
-        eval_dataset=Dataset.from_list(rows[:4]),
+        eval_dataset=held_out,
         processing_class=tiny_tokenizer(),
     )
     trainer.train()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two ranks on gloo: same parameters on both, the token loss of one process, and no rank waits for another."""
+"""Two ranks on gloo: same parameters on both, token loss and evaluation of one process, and no rank waits for another."""
 
 import os
 import subprocess
@@ -43,3 +43,10 @@ def test_two_ranks_train_as_one_process_with_the_whole_batch(tmp_path):
     for a, b in zip(one["logs"][:3], two["logs"][:3], strict=True):
         assert a["token_loss"] == pytest.approx(b["token_loss"], rel=1e-4)
         assert a["trained_tokens"] == b["trained_tokens"]
+    # Three rows in batches of two: the row that fills up the last batch of the second rank counts for nothing. Of the one
+    # row the second rank has neither a real row nor a prompt.
+    found, expected = ({k: v for entry in run["logs"] for k, v in entry.items()} for run in (two, one))
+    for name in ("three", "one", "stream"):
+        for figure in ("loss", "token_loss", "trained_tokens", "tau", "tau_chain", "decoding_rounds"):
+            key = f"eval_{name}_{figure}"
+            assert found[key] == pytest.approx(expected[key], rel=1e-4), key
