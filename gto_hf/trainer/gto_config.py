@@ -71,13 +71,15 @@ class GTOConfig(SFTConfig):
         disable_dropout (`bool`, *optional*, defaults to `True`):
             Without it the ratio at the first step would not be 1.
 
-        > Parameters that control evaluation
+        > Parameters that control evaluation and the report
 
         eval_prompts (`int`, *optional*, defaults to `8`):
             Prompts of every evaluation set that are decoded, as a tree and as a chain, to log `eval_tau`; `0` is off.
             With it `metric_for_best_model="tau"` works. `eval_runtime` includes this decoding.
         eval_max_new_tokens (`int`, *optional*, defaults to `64`): New tokens per prompt, at least 2.
         eval_temperature (`float`, *optional*, defaults to `0.0`): Temperature of that decoding; 0 is greedy.
+        report (`bool`, *optional*, defaults to `True`):
+            Keep `output_dir/report` up to date: `metrics.csv`, `table.md` and, with matplotlib, `training.png`.
     """
 
     _VALID_DICT_FIELDS = SFTConfig._VALID_DICT_FIELDS + ["target_model_init_kwargs"]
@@ -120,6 +122,7 @@ class GTOConfig(SFTConfig):
     eval_prompts: int = field(default=8, metadata={"help": "Prompts decoded in every evaluation for tau; 0 is off."})
     eval_max_new_tokens: int = field(default=64, metadata={"help": "New tokens per decoded prompt, at least 2."})
     eval_temperature: float = field(default=0.0, metadata={"help": "Temperature of that decoding; 0 is greedy."})
+    report: bool = field(default=True, metadata={"help": "Write tables and plots to output_dir/report."})
 
     def __post_init__(self) -> None:
         if not self.use_cpu and not torch.accelerator.is_available():

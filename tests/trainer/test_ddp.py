@@ -50,3 +50,4 @@ def test_two_ranks_train_as_one_process_with_the_whole_batch(tmp_path):
         for figure in ("loss", "token_loss", "trained_tokens", "tau", "tau_chain", "decoding_rounds"):
             key = f"eval_{name}_{figure}"
             assert found[key] == pytest.approx(expected[key], rel=1e-4), key
+    assert (tmp_path / "two" / "report" / "metrics.csv").exists()
