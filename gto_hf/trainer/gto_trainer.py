@@ -54,6 +54,7 @@ from .load import (
     load_tokenizer,
 )
 from .logs import log_groups, log_tokens, logged_names
+from .push import AdapterPushCallback
 from .report import ReportCallback
 from .sums import Sums
 
@@ -218,6 +219,7 @@ class GTOTrainer(SFTTrainer):
         self._batch_counts: tuple[torch.Tensor, torch.Tensor] | None = None
         self._micro_step = 0
         self._eval_prefix = "eval"
+        self.add_callback(AdapterPushCallback())
         self.add_callback(ReportCallback())
 
     def _place_frozen(self) -> None:
