@@ -16,7 +16,7 @@ from transformers import Cache, EarlyStoppingCallback
 from transformers.trainer_pt_utils import IterableDatasetShard as StreamShard
 
 import gto_hf.trainer.acceptance as module
-from gto_hf import AutoDraft, DecodingStatistics, GTOConfig, TreeConfig, misalignment, record_rounds
+from gto_hf import AutoDraft, CausalLMDraft, DecodingStatistics, GTOConfig, TreeConfig, misalignment, record_rounds
 from gto_hf.trainer.acceptance import Acceptance, held_out_prompts
 from gto_hf.trainer.forward import without_repeats
 from tests.families import FAMILIES
@@ -157,6 +157,18 @@ def test_an_adapter_in_training_is_decoded_with(known, tmp_path):
     assert after < before  # such a rate ruins the draft; with the adapter off nothing would change
     with trainer.model.disable_adapter():
         assert trainer.evaluate()["eval_tau"] == before
+
+
+def test_a_language_model_that_is_the_target_is_always_right(rows, tmp_path):
+    target = tiny_target()
+    draft = CausalLMDraft(tiny_target(), target=target)
+    draft.tree = TreeConfig(depth=3, top_k=2, total_tokens=10)  # nothing is pruned
+    kwargs = {"eval_prompts": 2, "eval_max_new_tokens": 9}  # one from the prefill, two rounds of three and a bonus
+    target.generation_config.eos_token_id = None
+    trainer = make(draft, target, rows, tmp_path, eval_rows=Dataset.from_list(rows), gto_weight=0.0, **kwargs)
+    metrics = trainer.evaluate()
+    assert metrics["eval_tau"] == metrics["eval_tau_chain"] == 4 and metrics["eval_decoding_rounds"] == 4
+    assert metrics["eval_accepted/depth_3"] == metrics["eval_misalignment/greedy_accepted_path"] == 1
 
 
 def test_a_target_that_checks_chains_only_has_a_tau(rows, tmp_path):
