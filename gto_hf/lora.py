@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA on drafts: which layers, and what a reference draft is under an adapter. Level 3; peft is named only here."""
+"""LoRA on drafts: which layers, and what a reference draft is under an adapter. Level 3; `checkpoints/` reads them."""
 
 from __future__ import annotations
 
 import copy
+import os
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
 
 from gto_hf.drafts import DraftModel, reference_copy
+from gto_hf.target import is_hub_id
 
 
 # Linear layers of each draft type that LoRA adapts unless told otherwise; the head is left to the target's rows.
@@ -26,11 +29,14 @@ def is_peft(model: nn.Module) -> bool:
 
 def draft_peft_config(config: Any, draft: DraftModel) -> Any:
     """
-    A copy of a PEFT config that fits a draft: default `target_modules`, and no language-model task type.
+    A copy of a PEFT config that fits a draft: default `target_modules`, no language-model task type, and the revision of
+    a base draft from the Hub.
 
     Raises:
         ValueError: For prompt learning, and for `bias` other than `"none"` (switching the adapter off would not restore
             the reference).
+    Warns:
+        If the draft came from no folder or repository, so that the adapter will name no base.
     """
     config = copy.deepcopy(config)
     if getattr(config, "is_prompt_learning", False):
@@ -43,7 +49,19 @@ def draft_peft_config(config: Any, draft: DraftModel) -> Any:
     config.task_type = None
     if getattr(config, "target_modules", None) is None and hasattr(config, "target_modules"):
         config.target_modules = list(LORA_TARGETS[draft.config.draft_type])
+    if not draft.name_or_path:
+        warnings.warn(
+            "This draft was made in memory, so its adapter will name no base draft. Save the draft, and train on "
+            "`AutoDraft.from_pretrained(<that folder or Hub id>)`, or keep it to load the adapter with `base=`."
+        )
+    config.revision = config.revision or getattr(draft.config, "_commit_hash", None)
     return config
+
+
+def hub_base(model: nn.Module) -> str | None:
+    """Hub id of the base draft that a PEFT model's adapter names; None for a folder or if it names none."""
+    name = model.active_peft_config.base_model_name_or_path
+    return name if is_hub_id(name) and not os.path.isdir(name) else None
 
 
 class Reference:

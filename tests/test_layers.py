@@ -26,7 +26,7 @@ LEVELS = {
 }
 ONLY_IN = {
     "trl": {"trainer"},
-    "peft": set(),  # reached through its models' own methods; `peft_config` comes from the user
+    "peft": {"checkpoints"},  # to read adapters; else reached through its models' own methods
     "huggingface_hub": {"hub", "checkpoints"},
 }
 MAX_LINES = 450

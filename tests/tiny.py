@@ -117,6 +117,7 @@ def train_tiny(draft: Eagle3Draft, target: PreTrainedModel, rows: list[dict], *,
             report_to="none",
             disable_tqdm=True,
             logging_steps=1000,
+            report=False,
         )
         dataset = Dataset.from_list(rows)
         trainer = GTOTrainer(draft, target, args, train_dataset=dataset, processing_class=tiny_tokenizer())

@@ -14,7 +14,8 @@ from gto_hf.target import fingerprint
 from gto_hf.tree import TreeConfig
 
 from . import safeailab
-from .files import read_config, read_tensors
+from .adapters import base_name, is_adapter, merge_adapter
+from .files import lasting_name, read_config, read_tensors
 
 
 _HUB_ARGUMENTS = ("revision", "cache_dir", "token", "local_files_only", "force_download", "subfolder")
@@ -35,11 +36,12 @@ class AutoDraft:
         tree: TreeConfig | None = None,
         feature_layers: list[int] | tuple[int, ...] | None = None,
         dtype: torch.dtype | str | None = None,
+        base: str | PathLike | DraftModel | None = None,
         **kwargs: Any,
     ) -> DraftModel:
         """
-        Load a draft saved by gto-hf, or an EAGLE-3 checkpoint in SafeAILab's layout (`pytorch_model.bin` or
-        safetensors).
+        Load a draft saved by gto-hf, an EAGLE-3 checkpoint in SafeAILab's layout (`pytorch_model.bin` or safetensors),
+        or a PEFT adapter on one of these: its base draft is loaded and the adapter merged into it.
 
         Every tensor must be known and of the right shape, and none may be missing.
 
@@ -51,6 +53,8 @@ class AutoDraft:
             feature_layers (`list[int]`, *optional*): Indices into the target's `hidden_states`, for checkpoints that do
                 not say.
             dtype (`torch.dtype`, *optional*): Of the weights; defaults to the stored one.
+            base (`str` or [`DraftModel`], *optional*): For an adapter, the draft to put it on (a model is changed);
+                defaults to the one its `adapter_config.json` names.
             **kwargs: `revision`, `cache_dir`, `token`, `local_files_only`, `force_download`, `subfolder`; for drafts saved
                 by gto-hf also what `PreTrainedModel.from_pretrained` takes.
 
@@ -63,6 +67,13 @@ class AutoDraft:
         source = str(pretrained_model_name_or_path)
         hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
         config = read_config(source, **hub)
+        if is_adapter(config):
+            options = {"target": target, "tree": tree, "feature_layers": feature_layers, **kwargs}
+            draft = merge_adapter(source, cls._base(source, config, base, options), **hub)
+            draft = draft if dtype in (None, "auto") else draft.to(_dtype(dtype))
+            return cls._named(draft, source, config["_commit_hash"])
+        if base is not None:
+            raise ValueError(f"`{source}` is a whole draft, so it takes no `base=`; only an adapter does.")
         if config.get("model_type") == DraftConfig.model_type:
             kind = config.get("draft_type")
             if kind not in DRAFTS:
@@ -79,7 +90,36 @@ class AutoDraft:
             draft = cls._foreign(source, config, target, feature_layers, dtype, hub)
         if tree is not None:
             draft.tree = tree
+        cls._named(draft, source, config["_commit_hash"])
         return draft if target is None else draft.attach(target)
+
+    @staticmethod
+    def _named(draft: DraftModel, source: str, commit: str | None) -> DraftModel:
+        """The draft, knowing where it came from: adapters that are trained on it name it (PEFT reads `name_or_path`)."""
+        name, revision = lasting_name(source, commit)
+        draft.name_or_path = draft.config.name_or_path = name
+        draft.config._commit_hash = revision
+        return draft
+
+    @classmethod
+    def _base(cls, source: str, config: dict[str, Any], base: Any, options: dict[str, Any]) -> DraftModel:
+        """The draft that an adapter belongs on: the given one, or the one that the adapter names."""
+        if isinstance(base, DraftModel):
+            if options["tree"] is not None:
+                base.tree = options["tree"]
+            return base if options["target"] is None else base.attach(options["target"])
+        name = base_name(source, config) if base is None else str(base)
+        own = ("revision", "subfolder")  # of the adapter's repository, not of the base's
+        options = {key: value for key, value in options.items() if key not in own}
+        if base is None and config.get("revision"):
+            options["revision"] = config["revision"]
+        try:
+            return cls.from_pretrained(name, **options)
+        except (OSError, DraftCheckpointError) as error:
+            raise DraftCheckpointError(
+                f"The base draft `{name}` of the adapter `{source}` cannot be loaded: {error} Pass the base draft or its "
+                "path as `base=`."
+            ) from error
 
     @staticmethod
     def _foreign(
@@ -120,5 +160,8 @@ class AutoDraft:
             raise DraftCheckpointError(f"`{source}` has tensors of the wrong shape: {', '.join(wrong[:5])}.")
         draft.load_state_dict(state, strict=True)
         check_values(source, draft)
-        draft.config.name_or_path = source
         return draft.eval()
+
+
+def _dtype(dtype: torch.dtype | str) -> torch.dtype:
+    return dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype)

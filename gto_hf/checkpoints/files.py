@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from transformers.utils import cached_file
+from transformers.utils import cached_file, extract_commit_hash
 
 from gto_hf.drafts import DraftCheckpointError
 
@@ -22,7 +23,8 @@ _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
 def read_config(source: str, **hub: Any) -> dict[str, Any]:
     """
-    `config.json` of a folder or Hub repository.
+    `config.json` of a folder or Hub repository; of one that holds only an adapter, its `adapter_config.json`. The commit
+    that a Hub repository was read at is added as `_commit_hash`.
 
     Raises:
         DraftCheckpointError: If there is no such folder, no config in it, or it is not JSON.
@@ -31,19 +33,32 @@ def read_config(source: str, **hub: Any) -> dict[str, Any]:
         os.path.exists(source) or source.startswith((".", "/", "~")) or source.count("/") > 1
     ):
         raise DraftCheckpointError(f"`{source}` is neither a folder nor a Hub id (`name` or `owner/name`).")
-    path = _fetch(source, "config.json", hub)
-    if path is None:
-        adapter = _fetch(source, "adapter_config.json", hub)
-        hint = (
-            " It holds a LoRA adapter: load its base draft first, then `PeftModel.from_pretrained(draft, ...)`."
-            if adapter
-            else ""
-        )
-        raise DraftCheckpointError(f"`{source}` has no `config.json`, so it is not a draft.{hint}")
+    for name in ("config.json", "adapter_config.json"):
+        path = _fetch(source, name, hub)
+        if path is not None:
+            break
+    else:
+        raise DraftCheckpointError(f"`{source}` has no `config.json`, so it is not a draft.")
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        config = json.loads(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:
-        raise DraftCheckpointError(f"`config.json` of `{source}` is not JSON: {error}") from error
+        raise DraftCheckpointError(f"`{name}` of `{source}` is not JSON: {error}") from error
+    if name == "adapter_config.json" and "peft_type" not in config:
+        raise DraftCheckpointError(f"`{name}` of `{source}` has no `peft_type`, so it is no LoRA adapter of a draft.")
+    return {**config, "_commit_hash": extract_commit_hash(path, None)}
+
+
+def lasting_name(source: str, revision: str | None = None) -> tuple[str, str | None]:
+    """
+    What a checkpoint is called so that it is found again: Hub id and revision, or the absolute path of a folder.
+
+    A folder inside the Hub's cache is the repository that it was downloaded from.
+    """
+    if not os.path.isdir(source):
+        return source, revision
+    path = os.path.abspath(source)
+    found = re.search(r"models--([^/\\]+)[/\\]snapshots[/\\]([0-9a-f]{40})$", path)
+    return (found[1].replace("--", "/"), found[2]) if found else (path, None)
 
 
 def read_tensors(source: str, **hub: Any) -> dict[str, torch.Tensor]:

@@ -28,6 +28,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        """Loss `(..,)` of `logits` `(.., V)` against probabilities `wanted` of a shape that broadcasts to theirs."""
         log_probs = logits.log_softmax(-1)
         loss = -torch.linalg.vecdot(wanted.expand_as(log_probs), log_probs)
         ctx.save_for_backward(log_probs.exp_().sub_(wanted))
@@ -35,6 +36,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Of the logits; the wanted distribution is the target's and has none."""
         (difference,) = ctx.saved_tensors
         return difference * gradient[..., None], None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,3 +35,20 @@ def at_least_two_columns(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Ten
         name: nn.functional.pad(value, (0, 1), value=fill[name]) if name in fill else value
         for name, value in inputs.items()
     }
+
+
+def without_repeats(inputs: dict[str, torch.Tensor], accelerator: Any) -> dict[str, torch.Tensor]:
+    """
+    An evaluation batch without the rows that fill up the last batch of several ranks, which would count twice.
+
+    Counted as `gather_for_metrics` counts. A rank that has only such rows keeps one, with nothing to predict in it:
+    every rank must run the same forwards.
+    """
+    state, rows = accelerator.gradient_state, len(inputs["input_ids"])
+    if not state.end_of_dataloader or state.remainder <= 0:
+        return inputs
+    real = state.remainder - accelerator.process_index * rows
+    if real >= rows:
+        return inputs
+    kept = {name: value[: max(real, 1)] for name, value in inputs.items()}
+    return kept if real > 0 else {**kept, "labels": torch.full_like(kept["labels"], -100)}

@@ -98,6 +98,16 @@ class GTOConfig(SFTConfig):
             Tree nodes per row in one target forward. Memory against speed; results do not depend on it.
         disable_dropout (`bool`, *optional*, defaults to `True`):
             Without it the ratio at the first step would not be 1.
+
+        > Parameters that control evaluation and the report
+
+        eval_prompts (`int`, *optional*, defaults to `8`):
+            Prompts of every evaluation set that are decoded, as a tree and as a chain, to log `eval_tau`; `0` is off.
+            With it `metric_for_best_model="tau"` works. `eval_runtime` includes this decoding.
+        eval_max_new_tokens (`int`, *optional*, defaults to `64`): New tokens per prompt, at least 2.
+        eval_temperature (`float`, *optional*, defaults to `0.0`): Temperature of that decoding; 0 is greedy.
+        report (`bool`, *optional*, defaults to `True`):
+            Keep `output_dir/report` up to date: `metrics.csv`, `table.md` and, with matplotlib, `training.png`.
     """
 
     _VALID_DICT_FIELDS = SFTConfig._VALID_DICT_FIELDS + ["target_model_init_kwargs"]
@@ -150,6 +160,10 @@ class GTOConfig(SFTConfig):
     reference_path: str | None = field(default=None, metadata={"help": "Folder of M0's trees, for a grid."})
     score_nodes: int = field(default=1024, metadata={"help": "Tree nodes per row in one target forward."})
     disable_dropout: bool = field(default=True, metadata={"help": "Switch the draft's dropout off."})
+    eval_prompts: int = field(default=8, metadata={"help": "Prompts decoded in every evaluation for tau; 0 is off."})
+    eval_max_new_tokens: int = field(default=64, metadata={"help": "New tokens per decoded prompt, at least 2."})
+    eval_temperature: float = field(default=0.0, metadata={"help": "Temperature of that decoding; 0 is greedy."})
+    report: bool = field(default=True, metadata={"help": "Write tables and plots to output_dir/report."})
 
     def __post_init__(self) -> None:
         if not self.use_cpu and not torch.accelerator.is_available():
@@ -188,6 +202,9 @@ class GTOConfig(SFTConfig):
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"`{name}={getattr(self, name)!r}`: choose one of {', '.join(choices)}.")
+        for name, least in (("eval_prompts", 0), ("eval_max_new_tokens", 2), ("eval_temperature", 0.0)):
+            if not getattr(self, name) >= least:
+                raise ValueError(f"`{name}={getattr(self, name)}` must be at least {least}.")
 
     def _refuse_inherited(self) -> None:
         """Options of SFTConfig that would be ignored or would let a tree see another document."""

@@ -38,7 +38,8 @@ from gto_hf.gto import (
 from gto_hf.hub import draft_card
 from gto_hf.lora import Reference, draft_peft_config, is_peft
 
-from .forward import at_least_two_columns, bare_forward
+from .acceptance import Acceptance, kept_rng
+from .forward import at_least_two_columns, bare_forward, without_repeats
 from .frozen import FlushStores, TargetReader, reference_memory
 from .gto_config import GTOConfig
 from .load import (
@@ -53,6 +54,8 @@ from .load import (
 )
 from .logs import log_tokens, logged_names
 from .nonfinite import check_gradient, explain_nonfinite_trees, nonfinite_loss
+from .push import AdapterPushCallback
+from .report import ReportCallback
 from .resume import ResumableTrainer
 from .sums import Sums
 from .terms import GroupTerm, Plan, TreeTerm, WholeTreeTerm
@@ -211,6 +214,7 @@ class GTOTrainer(ResumableTrainer):
         self._eos_ids = eos_ids(self.target_model, processing_class, self.accelerator.device)
         self.term: TreeTerm | None = None
         self._place_frozen(draft)
+        self._acceptance = Acceptance(args, self.target_model, draft, self.accelerator)
 
         # Metrics
         self._forward_redirection = _ForwardRedirection()
@@ -219,6 +223,8 @@ class GTOTrainer(ResumableTrainer):
         self._batch_counts: tuple[torch.Tensor, torch.Tensor] | None = None
         self._micro_step = 0
         self._eval_prefix = "eval"
+        self.add_callback(AdapterPushCallback())
+        self.add_callback(ReportCallback())
 
     def _place_frozen(self, draft: DraftModel) -> None:
         """Put target and reference where training happens, and say what is kept of their answers."""
@@ -326,7 +332,7 @@ class GTOTrainer(ResumableTrainer):
         loss = tokens.loss / token_count
         if plan is not None:
             loss = loss + self.args.gto_weight * self.term.loss(values, plan, sums) / group_count
-        log_tokens(sums, tokens, skipped=None if groups is None else (~valid.any(1)).sum())
+        log_tokens(sums, tokens, skipped=None if groups is None else (targets.any(1) & ~valid.any(1)).sum())
         if mode == "train":
             self._total_train_tokens += int(self.accelerator.reduce(inputs["attention_mask"].sum(), reduction="sum"))
         if not torch.isfinite(loss):
@@ -393,7 +399,15 @@ class GTOTrainer(ResumableTrainer):
         self._eval_prefix = metric_key_prefix
         self._sums["eval"].clear()
         self._micro_step = 0  # the same groups every time
-        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        with kept_rng():
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+        """As in [`~transformers.Trainer`]; then prompts of the dataset are decoded, see [`Acceptance`]."""
+        output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
+        found = self._acceptance.measure(self.model, dataloader)
+        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in found.items()})
+        return output
 
     def prediction_step(
         self,
@@ -403,7 +417,7 @@ class GTOTrainer(ResumableTrainer):
         ignore_keys: list[str] | None = None,
     ) -> tuple[torch.Tensor, None, None]:
         """The loss only: a draft has no predictions of its own."""
-        inputs = self._prepare_inputs(inputs)
+        inputs = without_repeats(self._prepare_inputs(inputs), self.accelerator)
         with torch.no_grad():
             loss = self.compute_loss(model, inputs)
         return loss.detach(), None, None

@@ -7,7 +7,7 @@ import sys
 
 import torch
 import torch.distributed as dist
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from peft import LoraConfig
 
 from gto_hf import GTOConfig, GTOTrainer
@@ -32,16 +32,21 @@ def main(folder: str, lora: bool = False, resume: bool = False, draft: str | Non
         logging_steps=1,
         shuffle_dataset=False,
         train_sampling_strategy="sequential",
+        per_device_eval_batch_size=2,
+        eval_prompts=2,
+        eval_max_new_tokens=8,
         **{"max_steps": 3, "learning_rate": 1e-3, "save_strategy": "no", **options},
     )
     # With a folder the draft is loaded here, that is, under the configuration of the backend.
     model = draft or tiny_draft(target)
+    held_out = {"three": Dataset.from_list(rows[:3]), "one": Dataset.from_list(rows[:1])}
+    held_out["stream"] = IterableDataset.from_generator(lambda: iter(rows[:4]))
     trainer = GTOTrainer(
         model,
         target,
         args,
         train_dataset=Dataset.from_list(rows),
-        eval_dataset=Dataset.from_list(rows[:4]),
+        eval_dataset=held_out,
         processing_class=tiny_tokenizer(),
         peft_config=LoraConfig(r=4, init_lora_weights=False) if lora else None,
     )

@@ -50,3 +50,10 @@ def test_two_ranks_train_as_one_process_with_the_whole_batch(tmp_path, weight):
         assert abs(first["logs"][2]["gto/loss"]) > 0
     (one,) = launch(tmp_path / "one", 1, gto_weight=weight)
     same_run(one, first)
+    # Three rows in batches of two: the row that fills up the last batch of the second rank counts for nothing. Of the one
+    # row the second rank has neither a real row nor a prompt.
+    for name in ("three", "one", "stream"):
+        for figure in ("loss", "token_loss", "trained_tokens", "tau", "tau_chain", "decoding_rounds"):
+            key = f"eval_{name}_{figure}"
+            assert first["metrics"][key] == pytest.approx(one["metrics"][key], rel=1e-4), key
+    assert (tmp_path / "two" / "report" / "metrics.csv").exists()

@@ -18,6 +18,7 @@ from tests.tiny import tiny_draft, tiny_target, tiny_tokenizer, written_rows
 
 
 OFF = {"report_to": "none", "bf16": False, "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1}
+OFF |= {"report": False, "eval_prompts": 0}  # both have tests of their own
 SMALL = {"num_groups": 2, "group_size": 3, "tree_depth": 3, "tree_top_k": 3, "tree_total_tokens": 8}
 
 

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PEFT adapters on disk: which draft they belong on, and that draft with the adapter merged in. Level 3."""
+
+from __future__ import annotations
+
+import os
+from pickle import UnpicklingError
+from typing import Any
+
+from safetensors import SafetensorError
+
+from gto_hf.drafts import DraftCheckpointError, DraftModel, check_loaded, check_values
+
+
+def is_adapter(config: dict[str, Any]) -> bool:
+    """Whether a folder's config is an adapter's."""
+    return "peft_type" in config
+
+
+def base_name(source: str, config: dict[str, Any]) -> str:
+    """
+    Folder or Hub id of the base draft that an adapter names.
+
+    Args:
+        source (`str`): The adapter's folder or Hub id, for messages.
+        config (`dict`): Its `adapter_config.json`.
+
+    Raises:
+        DraftCheckpointError: If it names none, or a folder that is not here.
+    """
+    name = config.get("base_model_name_or_path")
+    if not name:
+        raise DraftCheckpointError(
+            f"The adapter `{source}` names no base draft: the draft it was trained on came from no folder or repository. "
+            "Pass that draft or its path as `base=`."
+        )
+    if os.path.isabs(name) and not os.path.isdir(name):
+        raise DraftCheckpointError(
+            f"The adapter `{source}` belongs on the draft in `{name}`, and there is no such folder here. Pass the base "
+            "draft or its path as `base=`, or set `base_model_name_or_path` in its `adapter_config.json`."
+        )
+    return name
+
+
+def merge_adapter(source: str, base: DraftModel, **hub: Any) -> DraftModel:
+    """
+    The base draft with an adapter merged into its weights. `base` is changed.
+
+    Args:
+        source (`str`): The adapter's folder or Hub id.
+        base ([`DraftModel`]): The draft that the adapter was trained on.
+        **hub: `revision`, `cache_dir`, `token`, .. for fetching the adapter.
+
+    Raises:
+        DraftCheckpointError: If the adapter does not fit the base, is incomplete, or cannot be merged.
+    """
+    from peft import PeftConfig, PeftModel
+
+    try:
+        model = PeftModel(base, PeftConfig.from_pretrained(source, **hub))
+        found = model.load_adapter(source, "default", torch_device=str(base.device), **hub)
+    except (RuntimeError, ValueError, KeyError, EOFError, SafetensorError, UnpicklingError) as error:
+        raise DraftCheckpointError(
+            f"The adapter `{source}` cannot be put on the draft `{base.config.name_or_path}`: {error}"
+        ) from error
+    check_loaded(source, found.missing_keys, found.unexpected_keys)
+    if not hasattr(model.base_model, "merge_and_unload"):
+        raise DraftCheckpointError(
+            f"The adapter `{source}` is of type {model.active_peft_config.peft_type.value}, which cannot be merged into a "
+            "draft. Use a LoRA-like adapter."
+        )
+    merged = model.merge_and_unload()
+    check_values(source, merged)
+    return merged.eval()
