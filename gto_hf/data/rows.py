@@ -22,7 +22,8 @@ def load_jsonl(path: str | PathLike) -> list[dict[str, Any]]:
         ValueError: Names file and line of the first row that is not a JSON object.
     """
     rows = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+    # Not `splitlines`: it also cuts at U+2028 and its like, which JSON allows within strings.
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), 1):
         if not line.strip():
             continue
         try:
@@ -35,12 +36,16 @@ def load_jsonl(path: str | PathLike) -> list[dict[str, Any]]:
     return rows
 
 
-def render_prompt(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
-    """Token ids of a conversation up to where the model answers; plain text for tokenizers without chat template."""
+def render_prompt(tokenizer: Any, messages: list[dict[str, str]], **kwargs: Any) -> list[int]:
+    """
+    Token ids of a conversation up to where the model answers; plain text for tokenizers without chat template.
+
+    `kwargs` (`tools`, and variables such as `enable_thinking`) go to the template.
+    """
     if tokenizer.chat_template is None:
         text = "\n".join(message["content"] for message in messages)
         return tokenizer(text)["input_ids"]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **kwargs)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
@@ -60,21 +65,25 @@ def training_rows(
 
     Args:
         tokenizer (`PreTrainedTokenizerBase`): The target's.
-        prompts (`Iterable[dict]`): `{"id", "prompt"}`.
-        answers (`Iterable[dict]`): As [`regenerate`] writes them; several per prompt are several rows.
+        prompts (`Iterable[dict]`): `{"id", "prompt"}`, or any row that [`regenerate`] takes, with an `id`.
+        answers (`Iterable[dict]`): As [`regenerate`] writes them, or `{"id", "answer", "finished", "text"}` (with `"ids"`
+            where the text does not re-tokenise) for prompts of one turn; several per prompt are several rows.
         max_length (`int`, *optional*): Longer rows are cut.
 
     Raises:
         ValueError: If an answer belongs to none of the prompts.
     """
-    texts = {row["id"]: row["prompt"] for row in prompts}
+    asked = {str(row["id"]): row for row in prompts}
     rows = []
     for answer in answers:
-        if answer["id"] not in texts:
-            raise ValueError(f"The answer with `id={answer['id']!r}` belongs to none of the {len(texts)} prompts.")
-        prompt = render_prompt(tokenizer, [{"role": "user", "content": texts[answer["id"]]}])
-        completion = completion_ids(tokenizer, answer)
-        row = {"input_ids": prompt + completion, "labels": [-100] * len(prompt) + completion}
+        if str(answer["id"]) not in asked:
+            raise ValueError(f"The answer with `id={answer['id']!r}` belongs to none of the {len(asked)} prompts.")
+        if "input_ids" in answer:
+            row = {key: answer[key] for key in ("input_ids", "labels")}
+        else:
+            prompt = render_prompt(tokenizer, [{"role": "user", "content": asked[str(answer["id"])]["prompt"]}])
+            completion = completion_ids(tokenizer, answer)
+            row = {"input_ids": prompt + completion, "labels": [-100] * len(prompt) + completion}
         rows.append({key: ids[:max_length] for key, ids in row.items()})
     return rows
 
