@@ -70,6 +70,16 @@ class GTOConfig(SFTConfig):
             Tree nodes per row in one target forward. Memory against speed; results do not depend on it.
         disable_dropout (`bool`, *optional*, defaults to `True`):
             Without it the ratio at the first step would not be 1.
+
+        > Parameters that control the data
+
+        assistant_only_loss (`bool`, *optional*):
+            By default conversations train what the assistant says, and other rows are taken as well; with or without
+            `{% generation %}` in the chat template. `True` refuses rows that are no conversation, as TRL does. `False`
+            trains every token of a conversation.
+        train_on (`str`, *optional*, defaults to `"all"`):
+            Assistant turns of a conversation that are trained: `"all"`, or the `"last"` one. Labels and masks that come
+            with `input_ids` are taken as they are.
     """
 
     _VALID_DICT_FIELDS = SFTConfig._VALID_DICT_FIELDS + ["target_model_init_kwargs"]
@@ -109,6 +119,12 @@ class GTOConfig(SFTConfig):
     target_temperature: float = field(default=1.0, metadata={"help": "Temperature of the target in rewards."})
     score_nodes: int = field(default=1024, metadata={"help": "Tree nodes per row in one target forward."})
     disable_dropout: bool = field(default=True, metadata={"help": "Switch the draft's dropout off."})
+    assistant_only_loss: bool | None = field(
+        default=None, metadata={"help": "Default: conversations train assistant turns. False: every token."}
+    )
+    train_on: str = field(
+        default="all", metadata={"help": "Assistant turns that are trained.", "choices": ["all", "last"]}
+    )
 
     def __post_init__(self) -> None:
         if not self.use_cpu and not torch.accelerator.is_available():
@@ -138,6 +154,8 @@ class GTOConfig(SFTConfig):
             raise ValueError(f"`gto_aggregation={self.gto_aggregation!r}`: choose one of {', '.join(AGGREGATIONS)}.")
         if self.gto_path not in ("greedy", "sample"):
             raise ValueError(f"`gto_path={self.gto_path!r}`: choose `greedy` or `sample`.")
+        if self.train_on not in ("all", "last"):
+            raise ValueError(f"`train_on={self.train_on!r}`: choose `all` or `last` (assistant turns).")
 
     def _refuse_inherited(self) -> None:
         """Options of SFTConfig that would be ignored or would let a tree see another document."""

@@ -44,15 +44,14 @@ from .forward import at_least_two_columns, bare_forward
 from .gto_config import GTOConfig
 from .load import (
     check_columns,
-    check_rows,
     check_target_for_training,
     eos_ids,
-    length,
     load_draft,
     load_target,
     load_tokenizer,
 )
 from .logs import log_groups, log_tokens, logged_names
+from .rows import RowPreparation
 from .sums import Sums
 
 
@@ -85,7 +84,8 @@ class GTOTrainer(SFTTrainer):
         data_collator (`Callable`, *optional*):
             Must give `input_ids`, `attention_mask` and `labels`. Defaults to TRL's language-modelling collator.
         train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
-            Any format of [`~trl.SFTTrainer`]: `messages`, `prompt` + `completion`, `text`, or `input_ids` (+ `labels`).
+            `messages`, ShareGPT `conversations`, `prompt` + `completion`, `text`, or `input_ids` (+ `labels` or a mask);
+            see [`~gto_hf.data.RowEncoder`]. Rows that cannot be trained on are skipped and counted.
         eval_dataset (`Dataset`, `IterableDataset` or `dict`, *optional*):
             As `train_dataset`.
         processing_class ([`~transformers.PreTrainedTokenizerBase`], *optional*):
@@ -183,25 +183,26 @@ class GTOTrainer(SFTTrainer):
             data_collator = DataCollatorForLanguageModeling(pad_token_id=processing_class.pad_token_id)
 
         check_columns(train_dataset, args.dataset_text_field, formatting_func)
-        rows = length(train_dataset)
+        self._rows = RowPreparation(args, draft)
         own_forward = draft.__dict__.get("forward")
-        super().__init__(
-            model=model,
-            args=args,
-            data_collator=data_collator,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            peft_config=peft_config,
-            formatting_func=formatting_func,
-        )
+        with self._rows.without_assistant_masks(args):
+            super().__init__(
+                model=model,
+                args=args,
+                data_collator=data_collator,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=processing_class,
+                callbacks=callbacks,
+                optimizers=optimizers,
+                peft_config=peft_config,
+                formatting_func=formatting_func,
+            )
         # SFTTrainer replaces the model's forward by one with a fused language-model head; a draft keeps its own.
         draft.__dict__.pop("forward", None)
         if own_forward is not None:
             draft.__dict__["forward"] = own_forward
-        longest = check_rows(rows, self.train_dataset, args.max_length, draft.config.vocab_size)
+        longest = self._rows.announce(self) or args.max_length
         draft.config.trained_length = max(draft.config.trained_length or 0, longest or 0) or None
 
         # Frozen models
@@ -215,6 +216,20 @@ class GTOTrainer(SFTTrainer):
         self._batch_counts: tuple[torch.Tensor, torch.Tensor] | None = None
         self._micro_step = 0
         self._eval_prefix = "eval"
+
+    def _prepare_dataset(
+        self,
+        dataset: Any,
+        processing_class: Any,
+        args: GTOConfig,
+        packing: bool,
+        formatting_func: Any,
+        dataset_name: str,
+    ) -> Any:
+        """Rows that can be trained on, as tokens and labels; then as in [`~trl.SFTTrainer`]."""
+        encoder = self._rows.encoder(processing_class, args, formatting_func)
+        dataset = self._rows.prepare(dataset, encoder, dataset_name, args.dataset_num_proc)
+        return super()._prepare_dataset(dataset, processing_class, args, packing, None, dataset_name)
 
     def _place_frozen(self) -> None:
         """Put target and reference where training happens."""
@@ -382,6 +397,7 @@ class GTOTrainer(SFTTrainer):
             found = {f"{self._eval_prefix}_{key}": value for key, value in found.items()}
         else:
             found["num_tokens"] = self._total_train_tokens
+            found.update(self._rows.logs())
         logs.update(found)
         self._metrics[mode].clear()
         super().log(logs, start_time)

@@ -6,8 +6,6 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import numpy as np
-import pyarrow.compute as pc
 import torch
 from datasets import Dataset
 from torch import nn
@@ -88,11 +86,6 @@ def eos_ids(target: nn.Module, tokenizer: Any, device: torch.device) -> torch.Te
     return torch.tensor(sorted(ids), dtype=torch.long, device=device)
 
 
-def length(dataset: Any) -> int | None:
-    """Rows of a dataset, or None for streams."""
-    return len(dataset) if hasattr(dataset, "__len__") else None
-
-
 def check_target_for_training(target: nn.Module, tree: TreeConfig, args: GTOConfig) -> None:
     """
     Refuse targets that trees cannot be scored on, and rows that would leave the target's positions.
@@ -124,60 +117,11 @@ def check_columns(dataset: Any, text_field: str, formatting_func: Any) -> None:
     Raises:
         ValueError: Names the columns found.
     """
-    columns = getattr(dataset, "column_names", None)
+    transformed = isinstance(dataset, Dataset) and dataset.format["type"] == "custom"  # its columns are not its rows'
+    columns = None if transformed else getattr(dataset, "column_names", None)
     known = ("input_ids", "messages", "conversations", "prompt", text_field)
     if formatting_func is None and columns and not set(known) & set(columns):
         raise ValueError(
-            f"`train_dataset` has the columns {sorted(columns)}; it needs `messages`, `prompt` and `completion`, "
-            f"`{text_field}`, or `input_ids` (and `labels`). Rename them, or pass `formatting_func`."
+            f"`train_dataset` has the columns {sorted(columns)}; it needs `messages`, `conversations`, `prompt` and "
+            f"`completion`, `{text_field}`, or `input_ids` (and `labels`). Rename them, or pass `formatting_func`."
         )
-
-
-def check_rows(before: int | None, dataset: Any, max_length: int | None, vocab_size: int) -> int | None:
-    """
-    Refuse a dataset that trains on nothing or cannot be read; say how much of it was dropped.
-
-    Args:
-        before (`int`, *optional*): Rows that were given; None for streams, which are not checked.
-        dataset (`Dataset`): Tokenised rows, after cutting.
-        max_length (`int`, *optional*): Where rows were cut.
-        vocab_size (`int`): Of the target.
-
-    Returns:
-        `int`: Length of the longest row in tokens; `max_length` for streams.
-
-    Raises:
-        ValueError: If no row has a trainable token, labels and tokens differ in length, or an id is outside the
-            vocabulary.
-    """
-    if before is None or not isinstance(dataset, Dataset):
-        return max_length
-    trainable, largest, unequal, longest = 0, -1, 0, 0
-    for batch in dataset.select_columns(["input_ids", "labels"]).with_format("arrow").iter(1000):
-        ids, labels = batch["input_ids"].combine_chunks(), batch["labels"].combine_chunks()
-        unequal += pc.sum(pc.not_equal(pc.list_value_length(ids), pc.list_value_length(labels))).as_py() or 0
-        largest = max(largest, pc.max(pc.list_flatten(ids)).as_py() or 0)
-        length = pc.list_value_length(labels).to_numpy(zero_copy_only=False)
-        longest = max(longest, int(length.max(initial=0)))
-        place = np.arange(length.sum()) - np.repeat(length.cumsum() - length, length)
-        # Tokens 0 and 1 have no target feature before their root, see `supervised_targets`.
-        counted = (pc.list_flatten(labels).to_numpy(zero_copy_only=False) != -100) & (place >= 2)
-        trainable += len(np.unique(np.repeat(np.arange(len(length)), length)[counted]))
-    if unequal:
-        raise ValueError(f"{unequal} rows have `labels` of another length than `input_ids`. Give one label per token.")
-    if largest >= vocab_size:
-        raise ValueError(
-            f"`train_dataset` holds the token id {largest}, but the target has {vocab_size} tokens. Tokenise it with the "
-            "target's tokenizer."
-        )
-    if trainable == 0:
-        raise ValueError(
-            f"All {before} rows of `train_dataset` are without a trainable token after cutting at "
-            f"`max_length={max_length}`. Raise `max_length`, or check that labels (or the chat template's assistant mask) "
-            "mark the answers."
-        )
-    if trainable < before:
-        warnings.warn(
-            f"{before - trainable} of {before} rows have no trainable token within `max_length={max_length}`."
-        )
-    return longest
