@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from .reasons import ADVICE, Note, Skip
 LOW_COVERAGE = 0.9
 MAX_GROUPS = 50  # values of a column that are told apart
 OTHERS = "(others)"
+SHOWN = 200  # characters of the first row that are printed
 
 
 @dataclass
@@ -69,6 +71,7 @@ class DataReport:
         skipped (`Counter`): Rows per [`Skip`]. notes (`Counter`): Rows per [`Note`].
         first (`dict[str, int]`): Index of the first skipped row of each reason.
         details (`dict[str, str]`): What was wrong with that row.
+        shown (`str`): Trained text of the first row, to see whether the mask is right.
         whole ([`Measured`]): Tokens of the rows that were measured. groups (`dict[str, Measured]`): The same, per
             `column=value`.
     """
@@ -81,6 +84,7 @@ class DataReport:
     notes: Counter = field(default_factory=Counter)
     first: dict[str, int] = field(default_factory=dict)
     details: dict[str, str] = field(default_factory=dict)
+    shown: str = ""
     whole: Measured = field(default_factory=Measured)
     groups: dict[str, Measured] = field(default_factory=dict)
 
@@ -170,6 +174,7 @@ class DataReport:
             "examples": {reason: {"row": self.first[reason], "found": text} for reason, text in self.details.items()},
             "notes": dict(self.notes.most_common()),
             "longest_row": self.longest,
+            "first_trained_text": self.shown,
             "measured": self.whole.to_dict(),
             "groups": {name: measured.to_dict() for name, measured in sorted(self.groups.items())},
         }
@@ -186,4 +191,6 @@ class DataReport:
             f"  supervised: {self.whole.share:.1%} of the tokens, of which the draft can say {self.whole.coverage:.1%}{looked}"
         )
         lines += [f"  {name}: {m.share:.1%}, {m.coverage:.1%}" for name, m in sorted(self.groups.items())]
+        if self.shown:
+            lines.append(f"  trained text of the first row: {textwrap.shorten(self.shown, SHOWN)!r}")
         return "\n".join(lines)

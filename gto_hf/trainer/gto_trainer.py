@@ -49,6 +49,7 @@ from .load import (
     load_draft,
     load_target,
     load_tokenizer,
+    name_target,
 )
 from .logs import log_groups, log_tokens, logged_names
 from .rows import RowPreparation
@@ -153,6 +154,7 @@ class GTOTrainer(SFTTrainer):
         # Target
         self.target_model = load_target(target_model, draft, args)
         draft.attach(self.target_model)
+        name_target(draft, self.target_model)
 
         # Tree
         self.tree = args.tree(draft.tree)

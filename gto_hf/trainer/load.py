@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from gto_hf.checkpoints import AutoDraft
 from gto_hf.decoding import as_draft
 from gto_hf.drafts import DraftModel
-from gto_hf.target import check_tree_support, is_hub_id, position_limit, text_config, unwrap
+from gto_hf.target import check_tree_support, fingerprint, is_hub_id, position_limit, text_config, unwrap
 from gto_hf.tree import TreeConfig
 
 from .gto_config import GTOConfig
@@ -59,6 +59,17 @@ def load_target(target: Any, draft: DraftModel, args: GTOConfig) -> nn.Module:
     if as_draft(target) is not None:
         raise TypeError("`target_model` is a draft; it must be the frozen LLM. The draft goes into `model`.")
     return target.eval().requires_grad_(False)
+
+
+def name_target(draft: DraftModel, target: nn.Module) -> None:
+    """
+    Let the draft say which target it is trained for now, so that it warns for any other.
+
+    A target without a name of its own (a local folder) may be the old one, so the old name is kept then.
+    """
+    found, stored = fingerprint(target), draft.config.target or {}
+    if found["name_or_path"] and any(found[key] != stored.get(key) for key in ("name_or_path", "revision")):
+        draft.config.target = found
 
 
 def load_tokenizer(processing_class: Any, target: nn.Module) -> Any:

@@ -18,12 +18,13 @@ from typing import Any
 
 import pyarrow.compute as pc
 import torch
+from accelerate import PartialState
 from datasets import Dataset, Features, IterableDataset, List, Value
 from torch.utils.data import get_worker_info
 from transformers import TrainerCallback
 from trl.trainer.utils import global_then_local_main_first
 
-from gto_hf.data.encode import NOTES, RowEncoder
+from gto_hf.data.encode import IGNORED, NOTES, RowEncoder
 from gto_hf.data.reasons import Note, RowError, Skip
 from gto_hf.data.report import DataReport
 from gto_hf.drafts import DraftModel
@@ -88,6 +89,8 @@ class RowPreparation(TrainerCallback):
 
         Raises:
             ValueError: If no row is left, or most rows do not fit the target's tokenizer.
+        Warns:
+            If rows are skipped, reasoning is lost, or the draft's vocabulary covers too little.
         """
         report = DataReport(f"{name}_dataset")
         if isinstance(dataset, IterableDataset):
@@ -95,6 +98,9 @@ class RowPreparation(TrainerCallback):
         else:
             prepared = self._prepare_rows(dataset, encoder, report, num_proc)
         self.reports[name] = report
+        if PartialState().is_local_main_process:
+            for message in report.warnings():
+                warnings.warn(message)
         return prepared
 
     def _prepare_rows(
@@ -119,7 +125,7 @@ class RowPreparation(TrainerCallback):
         every = -(-len(kept) // MEASURED_ROWS)
         columns = ["input_ids", "labels", *(c for c in GROUP_COLUMNS if c in encoded.column_names)]
         for row in encoded.select_columns(columns).with_format(None).select(kept[::every]):
-            report.measure(row["input_ids"], row["labels"], self._sayable, _groups(row))
+            self._measure(report, encoder, row, row)
         encoded = encoded.remove_columns(NOTES)
         return encoded.select(kept) if len(kept) < len(encoded) else encoded
 
@@ -131,7 +137,7 @@ class RowPreparation(TrainerCallback):
             encoded = encoder(row)
             report.count(len(encoded["input_ids"]), encoded[NOTES])
             if encoded["input_ids"]:
-                report.measure(encoded["input_ids"], encoded["labels"], self._sayable, _groups(row))
+                self._measure(report, encoder, encoded, row)
             elif report.first[encoded[NOTES][0]] == number:
                 report.details[encoded[NOTES][0]] = _detail(encoder, row)
         report.check()
@@ -141,9 +147,16 @@ class RowPreparation(TrainerCallback):
         features = None if dataset.features is None else _with_encoded(dataset.features)
         return dataset.map(encoder, features=features).filter(tally).remove_columns(NOTES)
 
+    def _measure(self, report: DataReport, encoder: RowEncoder, encoded: Mapping, row: Mapping[str, Any]) -> None:
+        """Add an encoded row to the report; the trained text of the first one shows whether the mask is right."""
+        report.measure(encoded["input_ids"], encoded["labels"], self._sayable, _groups(row))
+        if not report.shown and encoder.tokenizer is not None:
+            pairs = zip(encoded["input_ids"], encoded["labels"], strict=True)
+            report.shown = encoder.tokenizer.decode([token for token, label in pairs if label != IGNORED])
+
     def announce(self, trainer: Any) -> int | None:
         """
-        Print the report of the training set once, warn of what is wrong with any set, and write `data_report.json`.
+        Print the report of the training set once, and write those of all sets to `data_report.json`.
 
         Returns:
             `int`, *optional*: Tokens of the longest row; None where it is not known (streams, unprepared rows).
@@ -157,9 +170,6 @@ class RowPreparation(TrainerCallback):
             trainer.add_callback(self)
         if args.should_log and "train" in self.reports:
             print(self.reports["train"])
-        if args.should_log:
-            for message in [message for report in self.reports.values() for message in report.warnings()]:
-                warnings.warn(message)
         self._write(args)
         train = self.reports.get("train")
         return None if train is None or train.sample else train.longest

@@ -126,6 +126,8 @@ def test_malformed_rows_are_skipped_counted_and_reported_once(target, tmp_path, 
     assert trainer._rows.reports["train"].kept == 3 and trainer.model.config.trained_length == 64
     printed = capsys.readouterr().out
     assert printed.count("train_dataset: 7 rows, 3 trained on") == 1 and "1 unknown role" in printed
+    assert "trained text of the first row: 'Hello you.<|im_end|> A bot.<|im_end|>'" in printed
+    assert found["first_trained_text"] == "Hello you.<|im_end|>\nA bot.<|im_end|>\n"
     trainer.train()
     assert "train_dataset" not in capsys.readouterr().out  # once
 
@@ -185,6 +187,8 @@ def test_evaluation_sets_are_prepared_in_the_same_way(target, tmp_path):
     again = trainer.evaluate(sets["one"])
     assert again["eval_token_loss"] == first["eval_one_token_loss"]
     assert again["eval_trained_tokens"] == len("Hello you." + "A bot.") + 2 + 2
+    with pytest.warns(UserWarning, match="4 of 6 rows of `eval_dataset`"):
+        trainer.evaluate(Dataset.from_list([*BAD, GOOD, GOOD]))
     with pytest.raises(ValueError, match="All 4 rows of `eval_dataset`"):
         trainer.evaluate(Dataset.from_list(BAD))
 

@@ -229,6 +229,18 @@ def test_a_loaded_drafts_rope_and_norms_are_its_own_not_the_targets(llama, draft
     assert torch.allclose(frequencies[0][1], torch.tensor(0.5 * 5e5 ** (-1 / 4)))
 
 
+def test_a_draft_that_is_trained_for_a_moved_target_says_so(llama, draft, rows, tmp_path):
+    draft.config.target = {**draft.config.target, "name_or_path": "org/old"}
+    make(draft, llama, rows, tmp_path)  # a target without a name may be the old one
+    assert draft.config.target["name_or_path"] == "org/old"
+    moved = tiny_target(seed=3)
+    moved.config._name_or_path = "org/moved"
+    with pytest.warns(UserWarning, match="org/old"):
+        trainer = make(draft, moved, rows, tmp_path, max_steps=1)
+    trainer.save_model()
+    assert AutoDraft.from_pretrained(tmp_path).config.target["name_or_path"] == "org/moved"
+
+
 @pytest.mark.parametrize(
     "dataset",
     [
