@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Iterator
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,10 @@ from typing import Any
 import torch
 
 from gto_hf.drafts import count_tokens
+
+from .encode import RowEncoder
+from .reasons import RowError
+from .report import DataReport
 
 
 def load_jsonl(path: str | PathLike) -> list[dict[str, Any]]:
@@ -88,29 +93,37 @@ def training_rows(
     return rows
 
 
-def dataset_token_counts(dataset: Iterable[dict[str, Any]], tokenizer: Any, vocab_size: int) -> torch.Tensor:
+def dataset_token_counts(
+    dataset: Iterable[dict[str, Any]], tokenizer: Any, vocab_size: int, *, text_field: str = "text"
+) -> torch.Tensor:
     """
     Token frequencies of a training set in any of the trainer's formats, `(vocab_size,)` int64.
 
+    All tokens of a row count, prompts too. Malformed rows are skipped, with one warning.
+
     Args:
-        dataset (`Iterable[dict]`): Rows with `input_ids`, `messages`, `prompt` + `completion`, or `text`.
+        dataset (`Iterable[dict]`): Rows in any format that [`RowEncoder`] reads.
+        text_field (`str`, *optional*, defaults to `"text"`): Column of plain text.
 
     Raises:
-        ValueError: Names the columns of a row that has none of these.
+        ValueError: If no row can be read; names the reasons, and what the first such rows hold.
     """
+    encoder = RowEncoder(tokenizer, vocab_size, text_field=text_field, assistant_only=False)
+    report = DataReport("dataset")
 
-    def ids(row: dict[str, Any]) -> list[int]:
-        if "input_ids" in row:
-            return row["input_ids"]
-        messages = row.get("messages") or row.get("conversations")
-        if messages is None and isinstance(row.get("prompt"), list):
-            messages = [*row["prompt"], *row["completion"]]
-        if messages is not None:
-            text = tokenizer.apply_chat_template(messages, tokenize=False)
-            return tokenizer(text, add_special_tokens=False)["input_ids"]
-        text = row.get("text", None if "prompt" not in row else row["prompt"] + row.get("completion", ""))
-        if text is None:
-            raise ValueError(f"A row has no `input_ids`, `messages`, `prompt` or `text`; it has {sorted(row)}.")
-        return tokenizer(text)["input_ids"]
+    def ids() -> Iterator[list[int]]:
+        for row in dataset:
+            try:
+                found = encoder.tokens(row)
+            except RowError as error:
+                report.details.setdefault(error.reason.value, error.detail)
+                report.count(0, [error.reason.value])
+            else:
+                report.count(len(found), [])
+                yield found
 
-    return count_tokens((ids(row) for row in dataset), vocab_size)
+    counts = count_tokens(ids(), vocab_size)
+    report.check()
+    for message in report.warnings():
+        warnings.warn(message)
+    return counts

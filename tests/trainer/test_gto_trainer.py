@@ -192,6 +192,40 @@ def test_a_loaded_drafts_vocabulary_is_never_rebuilt(llama, draft, rows, tmp_pat
         assert torch.equal(value, before[key])
 
 
+def test_a_loaded_drafts_rope_and_norms_are_its_own_not_the_targets(llama, draft, rows, tmp_path):
+    draft.save_pretrained(tmp_path / "draft")
+    config = json.loads((tmp_path / "draft" / "config.json").read_text())
+    assert config["rms_norm_eps"] == llama.config.rms_norm_eps
+    # a published draft that was trained with another RoPE and epsilon than its target has
+    config |= {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}, "rms_norm_eps": 1e-3}
+    (tmp_path / "draft" / "config.json").write_text(json.dumps(config))
+    trainer = make(str(tmp_path / "draft"), llama, rows, tmp_path / "out", max_steps=1, per_device_train_batch_size=8)
+    trainer.train()
+    trainer.save_model()
+    after = json.loads((tmp_path / "out" / "config.json").read_text())
+    kept = {"trained_length", "use_cache", "transformers_version", "pad_token_id"}  # what a run may write
+    assert {k: v for k, v in after.items() if k not in kept} == {k: v for k, v in config.items() if k not in kept}
+    again = AutoDraft.from_pretrained(tmp_path / "out")
+    assert torch.equal(again.d2t, draft.d2t) and torch.equal(again.t2d, draft.t2d)
+    norms = {m.eps for m in again.modules() if isinstance(m, torch.nn.RMSNorm)}
+    assert norms == {1e-3}
+    frequencies = [b for name, b in again.named_buffers() if name.split(".")[-1] == "inv_freq"]
+    assert len(frequencies) == 1 and frequencies[0][0] == 0.5  # linear scaling by 2
+    assert torch.allclose(frequencies[0][1], torch.tensor(0.5 * 5e5 ** (-1 / 4)))
+
+
+def test_a_draft_that_is_trained_for_a_moved_target_says_so(llama, draft, rows, tmp_path):
+    draft.config.target = {**draft.config.target, "name_or_path": "org/old"}
+    make(draft, llama, rows, tmp_path)  # a target without a name may be the old one
+    assert draft.config.target["name_or_path"] == "org/old"
+    moved = tiny_target(seed=3)
+    moved.config._name_or_path = "org/moved"
+    with pytest.warns(UserWarning, match="org/old"):
+        trainer = make(draft, moved, rows, tmp_path, max_steps=1)
+    trainer.save_model()
+    assert AutoDraft.from_pretrained(tmp_path).config.target["name_or_path"] == "org/moved"
+
+
 @pytest.mark.parametrize(
     "dataset",
     [
@@ -207,7 +241,7 @@ def test_the_dataset_formats_of_trl_work(llama, draft, tmp_path, dataset):
     trainer = GTOTrainer(draft, llama, args, train_dataset=Dataset.from_list(dataset * 4), processing_class=tokenizer)
     trainer.train()
     trained = logs_with(trainer, "trained_tokens")[0] / 4
-    assert trained == (16 if "prompt" in dataset[0] else {"messages": 19, "text": 20}[next(iter(dataset[0]))])
+    assert trained == (16 if "prompt" in dataset[0] else {"messages": 15, "text": 20}[next(iter(dataset[0]))])
 
 
 # ---------------------------------------------------------------- LoRA
@@ -343,10 +377,14 @@ def test_a_batch_that_trains_nothing_gives_a_finite_zero(llama, draft, rows, tmp
 
 
 def test_broken_rows_are_refused_before_training(llama, draft, rows, tmp_path):
-    with pytest.raises(ValueError, match="token id 64"):
-        make(draft, llama, [*rows, {"input_ids": [5, 6, 64], "labels": [5, 6, 64]}], tmp_path)
-    with pytest.raises(ValueError, match="1 rows have `labels`"):
-        make(draft, llama, [*rows, {"input_ids": [5, 6, 7, 8], "labels": [5, 6, 7]}], tmp_path)
+    foreign = {"input_ids": [5, 6, 64], "labels": [5, 6, 64]}
+    unequal = {"input_ids": [5, 6, 7, 8], "labels": [5, 6, 7]}
+    for broken, words in ((foreign, "token id 64"), (unequal, "3 labels for 4 tokens")):
+        # one such row is skipped; when most are like that, the tokenizer is another one
+        with pytest.warns(UserWarning, match=f"1 of 9 rows.*{words}"):
+            make(draft, llama, [*rows, broken], tmp_path)
+        with pytest.raises(ValueError, match=f"9 of 17 rows.*{words}"):
+            make(draft, llama, [*rows, *[broken] * 9], tmp_path)
 
 
 def test_targets_without_tree_support_are_refused_or_train_the_token_loss_alone(draft, rows, tmp_path):
