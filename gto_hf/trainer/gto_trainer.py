@@ -38,7 +38,7 @@ from gto_hf.hub import draft_card
 from gto_hf.lora import Reference, draft_peft_config, is_peft
 
 from .acceptance import Acceptance, kept_rng
-from .forward import at_least_two_columns, bare_forward, without_repeats
+from .forward import at_least_two_columns, bare_forward, switch_off_dropout, without_repeats
 from .frozen import FlushStores, TargetReader
 from .gto_config import GTOConfig
 from .load import (
@@ -172,9 +172,7 @@ class GTOTrainer(ResumableTrainer):
 
         # Reference
         if args.disable_dropout:
-            for module in model.modules():
-                if isinstance(module, nn.Dropout):
-                    module.p = 0.0
+            switch_off_dropout(model)
         if peft_config is not None:
             if is_peft(model):
                 raise ValueError("`model` has an adapter already; merge it, or leave `peft_config` unset to train it.")
