@@ -5,6 +5,7 @@ Does Group Tree Optimization beat simply training longer? One command, one real 
     python examples/comparison.py                                     # the package's own answers and questions
     python examples/comparison.py --train rows.jsonl --held held.jsonl --questions mt_bench.jsonl humaneval.jsonl gsm8k.jsonl
     python examples/comparison.py --variants gto gto-mean gto-no-debias --seeds 1        # ablations
+    python examples/comparison.py --inits                                                # what a fresh draft should start from
 
 Phase I trains a draft; from there every variant starts with the same weights and sees the same rows in the same order, with the
 learning rate that served it best on held-out rows. The control trains the token loss on, once for the same number of steps
@@ -49,6 +50,7 @@ SEEDS = (1, 2, 3)
 QUESTIONS = 20  # per set, first turns
 NEW_TOKENS = 128
 HELD_ROWS = 60
+INIT_STEPS = 150  # of drafts that start from copies of the target or from nothing
 
 TREES = {"num_groups": 4, "group_size": 8}
 VARIANTS = {
@@ -82,6 +84,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("runs/comparison"))
     parser.add_argument("--variants", nargs="+", default=list(MAIN), choices=list(VARIANTS))
     parser.add_argument("--seeds", type=int, default=len(SEEDS), help="how many of the seeds")
+    parser.add_argument("--inits", action="store_true", help="compare how fresh drafts start, and nothing else")
     parser.add_argument("--smoke", action="store_true", help="a tiny budget: does everything run?")
     args = parser.parse_args()
     if args.smoke:
@@ -91,7 +94,9 @@ def main() -> None:
 
 def shrink() -> None:
     """A budget of about a minute; its figures mean nothing."""
-    globals().update(PHASE1={**PHASE1, "max_steps": 3}, STEPS=2, TUNING_STEPS=1, RATES=(1e-4,), SEEDS=(1,))
+    globals().update(
+        PHASE1={**PHASE1, "max_steps": 3}, STEPS=2, TUNING_STEPS=1, RATES=(1e-4,), SEEDS=(1,), INIT_STEPS=2
+    )
     globals().update(QUESTIONS=1, NEW_TOKENS=12, HELD_ROWS=2, DRAFT_VOCAB=1024)
 
 
@@ -110,13 +115,16 @@ class Comparison:
         if self.held is None:
             self.rows, self.held = [row for i, row in enumerate(self.rows) if i % 10], self.rows[::10]
 
-    def run(self) -> None:
-        """Everything that is not there yet, then the table."""
-        phase1 = self.phase1()
-        self.questions = self.answers()
         # What tuning sees is the end of held-out rows, as the target wrote it.
         tuning = spread(self.held, HELD_ROWS)
         self.tuning_texts = [Text(row["input_ids"], first_trained(row)) for row in tuning]
+
+    def run(self) -> None:
+        """Everything that is not there yet, then the table."""
+        if self.args.inits:
+            return self.inits()
+        phase1 = self.phase1()
+        self.questions = self.answers()
         results = {"phase1": [self.measure(phase1)]}
         for name in self.args.variants:
             rate = self.tuned_rate(name, phase1)
@@ -137,17 +145,35 @@ class Comparison:
     def phase1(self) -> Path:
         """The draft that everything starts from; later epochs read the target's features from disk."""
         folder = self.output / "phase1"
+        self.train(self.fresh(), folder, seed=0, **PHASE1, **self.cached)
+        return folder
+
+    @property
+    def cached(self) -> dict:
+        """Options of runs that read the target's features from disk."""
+        return {"gto_weight": 0.0, "features_path": str(self.output / "features")}
+
+    def inits(self) -> None:
+        """Short runs of Phase I from different starts."""
+        for init in ("target", "head", "random"):
+            folder = self.output / "inits" / init
+            options = {**PHASE1, "max_steps": INIT_STEPS}
+            self.train(self.fresh(init), folder, seed=0, **options, **self.cached)
+            found = self.measure(folder, self.tuning_texts, "tuning")["all"]["everywhere"]
+            print(f"init={init}: {found:.4f} tokens per round on held-out rows after {INIT_STEPS} steps")
+
+    def fresh(self, init: str = "target") -> Eagle3Draft:
+        """A draft that has seen nothing."""
         vocab = text_config(self.target).vocab_size
         torch.manual_seed(0)
-        draft = Eagle3Draft.from_target(
+        return Eagle3Draft.from_target(
             self.target,
             draft_vocab_size=DRAFT_VOCAB,
             token_counts=count_tokens((row["input_ids"] for row in self.rows), vocab),
             tokenizer=self.tokenizer,
             tree=TREE,
+            init=init,
         )
-        self.train(draft, folder, gto_weight=0.0, features_path=str(self.output / "features"), seed=0, **PHASE1)
-        return folder
 
     def tuned_rate(self, name: str, phase1: Path) -> float:
         """The learning rate of a variant: best acceptance on held-out rows after a short run. Ablations take GTO's."""
