@@ -218,9 +218,13 @@ def _unique(key: str, seen: Counter[str]) -> str:
 
 def _given(row: dict[str, Any]) -> list[Any]:
     """What the row holds: messages, or what the user says in each turn."""
-    given = next((row[name] for name in ("messages", "conversations", "turns", "prompt") if row.get(name)), None)
-    if not isinstance(given, (str, list)):
+    names = [name for name in ("messages", "conversations", "turns", "prompt") if row.get(name) is not None]
+    if not names:
         raise ValueError(f"none of `messages`, `conversations`, `turns` and `prompt`, but {sorted(row)}")
+    name = next((name for name in names if row[name]), names[0])
+    given = row[name]
+    if not given or not isinstance(given, (str, list)):
+        raise ValueError(f"`{name}` is empty or no text and no list")
     return [given] if isinstance(given, str) else given
 
 

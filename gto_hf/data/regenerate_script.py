@@ -44,10 +44,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--output", type=Path, required=True, help="JSON Lines file; continued if it exists")
     parser.add_argument("--answers", type=int, default=1, help="per prompt; may be raised later")
-    parser.add_argument("--max-new-tokens", type=int, default=None, help="longest answer (1024)")
-    parser.add_argument("--temperature", type=float, default=None, help="0 is greedy (0.7)")
-    parser.add_argument("--top-p", type=float, default=None, help="(0.95, if no sampling option is given)")
-    parser.add_argument("--top-k", type=int, default=None, help="default: the target's own")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=None, help="longest answer; 1024 if --generation-config names no other"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=None, help="0 is greedy; 0.7 with top-p 0.95 if nothing is given"
+    )
+    parser.add_argument("--top-p", type=float, default=None, help="what is not given is the target's own")
+    parser.add_argument("--top-k", type=int, default=None, help="as above")
     parser.add_argument("--greedy", action="store_true", help="do not sample")
     parser.add_argument(
         "--generation-config", default=None, help="fields of a GenerationConfig: a JSON file, or JSON itself"

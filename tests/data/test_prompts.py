@@ -68,6 +68,7 @@ def test_single_prompts_and_their_further_columns():
     row = {"id": 7, "prompt": "A", "source": "web", "language": "de", "labels": [1], "text": "z", "empty": None}
     found = conversation(row, Counter())
     assert found == Conversation("7", ((user("A"),),), {"source": "web", "language": "de"})
+    assert conversation({"messages": [], "prompt": "A"}, Counter()).asks == ((user("A"),),)
     assert conversation({"prompt": [SYSTEM, user("A")]}, Counter()).asks == ((SYSTEM, user("A")),)
     tools = [{"type": "function", "function": {"name": "f"}}]
     assert conversation({"prompt": "A", "tools": json.dumps(tools)}, Counter()).tools == tools
@@ -94,6 +95,8 @@ BAD = {
     "[1, 2]": "not a JSON object",
     '{"question": "A", "answer": "B"}': "none of `messages`, `conversations`, `turns` and `prompt`",
     '{"prompt": "  "}': "an empty user message",
+    '{"prompt": ""}': "`prompt` is empty",
+    '{"messages": [], "turns": 3}': "`turns` is empty or no text and no list",
     '{"messages": [{"role": "assistant", "content": "x"}, {"role": "user", "content": "A"}]}': "not the user's",
     '{"messages": [{"role": "assistant", "content": "x"}]}': "no user message",
     '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}': "content is not text",

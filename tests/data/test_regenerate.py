@@ -93,9 +93,12 @@ def test_every_label_is_what_the_target_generated_after_what_it_read(folder, who
             assert prompt == tokenizer(read, add_special_tokens=False)["input_ids"]
             assert tokenizer.decode(new, skip_special_tokens=True) == row["messages"][place]["content"]
             assert EOS not in new[:-1] and 0 < len(new) <= 24
+        assert all(new[-1] == EOS for _, new in pairs[:-1])  # no turn follows an answer that was cut
     assert joined > 0  # several turns in one row
     cut = [row for row in rows if not row["finished"]]
-    assert cut and all(row["last"] for row in cut)  # no turn follows an answer that was cut
+    assert cut and all(row["last"] for row in cut)
+    firsts = [{row["id"]: row["input_ids"] for row in rows if row["answer"] == answer} for answer in range(2)]
+    assert sum(firsts[0][key] != ids for key, ids in firsts[1].items()) > 12  # every answer is a draw of its own
     systems = [row for row in rows if row["messages"][0]["role"] == "system"]
     assert len(systems) == 2
     assert all(row["source"] in ("s0", "s1") for row in rows if row["id"].startswith("q"))
@@ -283,9 +286,10 @@ def test_stop_strings_end_answers_without_padding(tmp_path):
     )  # fmt: skip
     texts = [row["messages"][-1]["content"] for row in rows if row["finished"]]
     assert sum(text.endswith(("X", "Y")) for text in texts) > 3
+    ends = {EOS, *tokenizer.convert_tokens_to_ids(["X", "Y"])}
     for row in rows:
         ((_, new),) = spans(row)
-        assert 0 not in new and (row["finished"] or len(new) == 40)
+        assert not {0, *ends} & set(new[:-1]) and row["finished"] == (new[-1] in ends)
 
 
 def test_prompts_without_room_are_skipped_and_counted(folder, tmp_path, capsys):
