@@ -127,6 +127,16 @@ def test_a_turn_that_the_template_renders_differently_later_is_not_trained():
     assert trained(row, template, train_on="last") == trained(row, template)
 
 
+def test_the_common_start_of_two_renderings_is_not_an_answer():
+    # both renderings of the first answer begin with a line break; it alone must not be trained
+    template = CHATML.replace("'\n' + m['content']", "'\n\n' + (m if loop.last else stripped(m))").replace(
+        "{% for", "{% macro stripped(m) %}{{ m['content'].split('</think>')[-1] }}{% endmacro %}{% for", 1
+    ).replace("(m if", "(m['content'] if")  # fmt: skip
+    row = {"messages": chat("Hi", "<think>hm</think>Hello.", "Who?", "A bot.")}
+    assert trained(row, template) == "·\nA bot.<|im_end|>\n"
+    assert notes(row, template) == ["some answers not trained: the chat template rewrites them"]
+
+
 def test_a_row_whose_every_answer_is_rewritten_is_skipped():
     # R1 prompts the target with `<think>`, but renders answers without their reasoning
     row = {"messages": chat("Hi", "<think>\nhm\n</think>\n\nHello.")}
