@@ -44,8 +44,8 @@ class RowStore:
         self._where: dict[str, tuple[Any, set[str]]] = {}
         self._waiting: dict[str, dict[str, torch.Tensor]] = {}
         self._waiting_bytes = 0
-        for shard in sorted(self.folder.glob("*.safetensors")):
-            self._open(shard)
+        self._opened: set[str] = set()
+        self._look()
 
     def _check(self, facts: dict[str, Any]) -> None:
         path = self.folder / "facts.json"
@@ -62,11 +62,18 @@ class RowStore:
                     "Name another folder, or delete this one."
                 )
 
-    def _open(self, shard: Path) -> None:
-        handle = safe_open(shard, framework="pt")
-        for name in handle.keys():  # noqa: SIM118 - not a mapping
-            key, field = name.split("/")
-            self._where.setdefault(key, (handle, set()))[1].add(field)
+    def _look(self) -> None:
+        """Find shards that are new, those of other processes too."""
+        for shard in sorted(self.folder.glob("*.safetensors")):
+            if shard.name not in self._opened:
+                self._opened.add(shard.name)
+                handle = safe_open(shard, framework="pt")
+                rows: dict[str, set[str]] = {}
+                for name in handle.keys():  # noqa: SIM118 - not a mapping
+                    key, field = name.split("/")
+                    rows.setdefault(key, set()).add(field)
+                for key, fields in rows.items():  # a row that two processes wrote is read from one of them
+                    self._where.setdefault(key, (handle, fields))
 
     def __len__(self) -> int:
         return len(self._where.keys() | self._waiting.keys())
@@ -93,12 +100,14 @@ class RowStore:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is waiting."""
-        if not self._waiting:
-            return
+        """Write what is waiting, and find what other processes wrote."""
+        if self._waiting:
+            self._write()
+        self._look()
+
+    def _write(self) -> None:
         shard = self.folder / f"{uuid.uuid4().hex}.safetensors"
         part = shard.with_suffix(".part")
         save_file({f"{k}/{field}": t for k, row in self._waiting.items() for field, t in row.items()}, part)
         os.replace(part, shard)
         self._waiting, self._waiting_bytes = {}, 0
-        self._open(shard)

@@ -143,6 +143,19 @@ def test_rows_are_found_again_and_half_written_files_ignored(tmp_path):
         assert list(file.keys()) == ["x/v"]
 
 
+def test_processes_share_a_folder(tmp_path):
+    mine, theirs = RowStore(tmp_path, {}), RowStore(tmp_path, {})
+    mine.put("a", {"v": torch.zeros(2)})
+    theirs.put("a", {"v": torch.ones(2)})  # both were asked for the same row
+    theirs.put("b", {"v": torch.ones(2)})
+    mine.flush()
+    theirs.flush()
+    assert "b" not in mine
+    mine.flush()
+    assert torch.equal(mine.get("b")["v"], torch.ones(2)) and len(mine) == len(theirs) == 2
+    assert RowStore(tmp_path, {}).get("a")["v"].unique().numel() == 1
+
+
 def test_a_store_of_other_models_is_refused(tmp_path):
     RowStore(tmp_path, {"target": {"hidden_size": 8}, "tree": [1]})
     with pytest.raises(ValueError, match="hidden_size.*16.*another folder"):
