@@ -471,3 +471,28 @@ def test_sampled_paths_follow_the_generator(llama, rows):
     )
     assert torch.equal(a.lengths, b.lengths) and torch.equal(a.paths, b.paths)
     assert not torch.equal(a.paths, c.paths) or not torch.equal(a.lengths, c.lengths)
+
+
+def test_only_distinct_inner_nodes_off_the_text_are_forwarded(llama, rows):
+    """Counted by hand: leaves, nodes of equal path, and nodes that are the text itself cost nothing."""
+    reference = tiny_draft(llama)
+    draft, batch = perturbed(reference), batch_of(llama, rows)
+    groups = torch.tensor([[[3, 4, 5], [6, 7, 8]]] * 3)
+    valid = torch.tensor([[True, True], [True, False], [True, True]])
+    plan, reading, *_ = plan_for(llama, draft, reference, batch, groups=groups, valid=valid)
+    inner = set()
+    with torch.no_grad():
+        for model in (draft, reference):
+            trees = SequencePrefix(model, reading.sequences).grow(groups.flatten(1), TREE)
+            for n in valid.flatten().repeat_interleave(3).nonzero()[:, 0].tolist():
+                b, root = n // 6, int(groups.flatten(1)[n // 6, n % 6])
+                parents = trees.parents[n].tolist()
+                for node in set(parents[1:]) - {0}:
+                    path, at = [], node
+                    while at:
+                        path.insert(0, int(trees.tokens[n, at]))
+                        at = parents[at]
+                    inner.add((b, (*rows[b][: root + 1], *path)))
+    text = {(b, tuple(row[:n])) for b, row in enumerate(rows) for n in range(1, len(row) + 1)}
+    assert plan.target_nodes == len(inner - text) > 0
+    assert plan.tree_nodes == 2 * 15 * TREE.total_tokens > 3 * plan.target_nodes
