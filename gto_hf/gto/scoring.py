@@ -8,6 +8,7 @@ to its anchor and its own ancestors. The cache is cropped back after each forwar
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +52,7 @@ def score_trees(
     temperature: float = 1.0,
     sample: torch.Generator | None = None,
     max_nodes: int = 1024,
+    largest: Callable[[int], int] = int,
 ) -> tuple[list[TreeScores], int]:
     """
     Score several batches of `n` trees for each of `B` sequences, all on the same roots.
@@ -70,6 +72,8 @@ def score_trees(
         temperature (`float`, *optional*, defaults to `1.0`): Of the target's distribution.
         sample (`torch.Generator`, *optional*): Draw `choices` instead of taking the most likely token; once per node.
         max_nodes (`int`, *optional*, defaults to `1024`): Nodes per sequence and forward (at least one whole branch).
+        largest (`Callable`, *optional*): The largest of a number over all ranks that must forward the target equally often,
+            because it is split over them. By default every rank stands alone.
 
     Returns:
         One [`TreeScores`] per batch of trees, and the number of nodes forwarded through the target.
@@ -84,8 +88,12 @@ def score_trees(
     log_probs = torch.zeros(trie.slots + count, dtype=torch.float32, device=device)
     choices = torch.full((trie.slots + count,), -1, dtype=torch.long, device=device)
     _read_text(trie, ids, logits, first, log_probs, choices, temperature, sample)
-    for group in chunks(trie, batch, max_nodes):
+    groups = chunks(trie, batch, max_nodes)
+    idle = largest(len(groups)) - len(groups)
+    for group in groups:
         _forward(target, cache, trie, sequences, group, log_probs, choices, temperature, sample)
+    for _ in range(idle):
+        target(input_ids=ids[:, :1], use_cache=False)
     return [
         _of_trees(tree, own, log_probs, choices, eos_ids, keep) for tree, own in zip(trees, trie.ids, strict=True)
     ], count

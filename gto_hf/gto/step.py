@@ -82,6 +82,7 @@ def plan_groups(
     temperature: float = 1.0,
     sample: torch.Generator | None = None,
     max_nodes: int = 1024,
+    largest: Callable[[int], int] = int,
 ) -> GroupPlan:
     """
     Trees of `draft` (M) and `reference` (M0) at every position of every group, and what the target makes of them.
@@ -91,7 +92,7 @@ def plan_groups(
         sequences ([`Sequences`]): The batch.
         groups (`torch.LongTensor` of shape `(B, G, m)`), valid (`(B, G)`): See [`sample_groups`].
         tree ([`TreeConfig`]): Shape of the trees, as decoding would draft them.
-        target, cache, eos_ids, temperature, sample, max_nodes: See [`score_trees`].
+        target, cache, eos_ids, temperature, sample, max_nodes, largest: See [`score_trees`].
         logits (`torch.FloatTensor` of shape `(B, S, V)`), first (`int`): The target's logits at slots `first ..`.
         as_reference (`Callable`): Context in which `reference` is M0.
         aggregation, eta: See [`tree_reward`]. delta, debias: See [`group_advantages`].
@@ -118,6 +119,7 @@ def plan_groups(
         temperature=temperature,
         sample=sample,
         max_nodes=max_nodes,
+        largest=largest,
     )
 
     def judge(trees: DraftTree, scores: TreeScores) -> tuple[torch.Tensor, torch.Tensor]:
@@ -129,6 +131,7 @@ def plan_groups(
     reference_rewards, reference_expected = judge(others, reference_scores)
     paths, lengths = accepted_paths(own, scores.choices)
     lengths = lengths * keep.repeat_interleave(groups.shape[-1])
+    paths = paths[:, : largest(int(lengths.max()))]
     with as_reference():
         steps, features = reference_prefix.at(roots)
         reference_log_probs = path_log_probs(steps, features, paths, lengths).view(len(keep), -1)[keep]

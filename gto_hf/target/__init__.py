@@ -6,6 +6,7 @@ from .describe import (
     default_feature_layers,
     embed_raw,
     embedding_scale,
+    final_norm,
     final_norm_scale,
     fingerprint,
     is_hub_id,
@@ -16,6 +17,7 @@ from .describe import (
 )
 from .masks import LayerKind, backend_form, backend_mask, check_backend, layer_kinds, tree_attention, visible_by_kind
 from .routes import Route, check_tree_support, decoding_route, has_windows
+from .shards import full_shape, gathered, unsplit_loading
 
 
 __all__ = [
@@ -30,8 +32,11 @@ __all__ = [
     "default_feature_layers",
     "embed_raw",
     "embedding_scale",
+    "final_norm",
     "final_norm_scale",
     "fingerprint",
+    "full_shape",
+    "gathered",
     "has_windows",
     "is_hub_id",
     "layer_kinds",
@@ -39,6 +44,7 @@ __all__ = [
     "rope_types",
     "text_config",
     "tree_attention",
+    "unsplit_loading",
     "unwrap",
     "visible_by_kind",
 ]

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, set_seed
-from trl.models.utils import _ForwardRedirection, disable_gradient_checkpointing, prepare_deepspeed
+from trl.models.utils import _ForwardRedirection, disable_gradient_checkpointing
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from trl.trainer.utils import hash_module
 
@@ -55,6 +56,7 @@ from .load import (
 )
 from .logs import log_groups, log_tokens, logged_names
 from .nonfinite import check_gradient, explain_nonfinite_trees, nonfinite_loss
+from .place import largest_over_ranks, place_target
 from .resume import ResumableTrainer
 from .sums import Sums
 
@@ -222,11 +224,7 @@ class GTOTrainer(ResumableTrainer):
 
     def _place_frozen(self) -> None:
         """Put target and reference where training happens."""
-        if self.is_deepspeed_enabled:
-            self.target_model = prepare_deepspeed(self.target_model, self.accelerator)
-        elif getattr(self.target_model, "hf_device_map", None) is None:
-            # Not `accelerator.prepare_model`: in mixed precision it turns every output into float32.
-            self.target_model.to(self.accelerator.device)
+        self.target_model = place_target(self.target_model, self)
         if self.reference is not None:
             self.reference.prepare(self.accelerator.device)
 
@@ -282,7 +280,7 @@ class GTOTrainer(ResumableTrainer):
         roots = roots_of(targets)
         root_list, real = padded_positions(roots)
         groups, valid = self._sample_groups(roots, inputs) if self.reference is not None else (None, None)
-        with_groups = groups is not None and bool(valid.any())
+        with_groups = groups is not None and bool(largest_over_ranks(self, int(valid.any())))
         reading = self._read_target(draft, inputs, root_list, real, use_cache=with_groups)
         teacher = make_teacher(reading.logits, draft.kept_ids, reading.first)
         with self.accelerator.autocast():
@@ -379,6 +377,7 @@ class GTOTrainer(ResumableTrainer):
                 temperature=args.target_temperature,
                 sample=self._generator if args.gto_path == "sample" else None,
                 max_nodes=args.score_nodes,
+                largest=partial(largest_over_ranks, self),
             )
 
     # ------------------------------------------------------------------ logging
