@@ -86,7 +86,9 @@ class Reference:
         """The module to call inside [`context`]."""
         if self._copy is None:
             return trained
-        return self._copy.get_base_model() if is_peft(self._copy) else self._copy
+        draft = self._copy.get_base_model() if is_peft(self._copy) else self._copy
+        # DeepSpeed casts the trained draft; equal drafts must give equal trees.
+        return draft if draft.dtype == trained.dtype else draft.to(trained.dtype)
 
     def context(self, model: nn.Module) -> AbstractContextManager:
         """Within it [`draft`] is M0. `model` is the unwrapped trained model."""

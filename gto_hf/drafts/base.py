@@ -26,7 +26,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
 
-from gto_hf.target import embed_raw, embedding_scale, fingerprint, unwrap
+from gto_hf.target import embed_raw, embedding_scale, fingerprint, full_shape, unsplit_loading, unwrap
 from gto_hf.tree import CostCurve, TreeConfig
 
 from .attention import KeyValues
@@ -210,11 +210,11 @@ class DraftModel(PreTrainedModel):
                 f"This draft was made for a target vocabulary of {config.vocab_size}, but {name} has "
                 f"`vocab_size={found['vocab_size']}`. A draft serves only the target it was trained for."
             )
-        embedding = unwrap(target).get_input_embeddings().weight
-        if not config.own_embeddings and embedding.shape[-1] != config.hidden_size:
+        width = full_shape(unwrap(target).get_input_embeddings().weight)[-1]
+        if not config.own_embeddings and width != config.hidden_size:
             raise ValueError(
                 f"This draft of width {config.hidden_size} borrows its target's token embedding, but that of {name} has "
-                f"width {embedding.shape[-1]}. Make the draft with `own_embeddings=True`."
+                f"width {width}. Make the draft with `own_embeddings=True`."
             )
         layers = found["num_hidden_layers"]
         if not config.feature_layers or config.feature_layers[-1] > layers:
@@ -299,7 +299,10 @@ class DraftModel(PreTrainedModel):
             DraftCheckpointError: Names missing and unexpected tensors.
         """
         loading_info = kwargs.pop("output_loading_info", False)
-        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        with unsplit_loading():
+            model, info = super().from_pretrained(
+                pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
+            )
         check_loaded(str(pretrained_model_name_or_path), info["missing_keys"], info["unexpected_keys"])
         check_values(str(pretrained_model_name_or_path), model)
         return (model, info) if loading_info else model

@@ -14,7 +14,16 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from gto_hf.target import default_feature_layers, final_norm_scale, fingerprint, text_config, unwrap
+from gto_hf.target import (
+    default_feature_layers,
+    final_norm,
+    final_norm_scale,
+    fingerprint,
+    full_shape,
+    gathered,
+    text_config,
+    unwrap,
+)
 from gto_hf.tree import TreeConfig
 
 from .attention import DraftAttention, DraftRotaryEmbedding, KeyValues
@@ -148,8 +157,12 @@ class Eagle3Draft(DraftModel):
                 )
             keep = _structural_ids(target, tokenizer)
             draft.set_vocab(choose_draft_vocab(token_counts.cpu(), config.draft_vocab_size, keep))
+        model = unwrap(target)
         if init != "random":
-            draft._copy_from(target, layer=init == "target")
+            with gathered(
+                model.get_output_embeddings(), model.get_input_embeddings(), final_norm(target), _last_layer(target)
+            ):
+                draft._copy_from(target, layer=init == "target")
         return draft.attach(target)
 
     @staticmethod
@@ -169,7 +182,7 @@ class Eagle3Draft(DraftModel):
             "draft_vocab_size": draft_vocab_size,
             "hidden_size": width,
             "target_hidden_size": source.hidden_size,
-            "own_embeddings": width != unwrap(target).get_input_embeddings().weight.shape[-1],
+            "own_embeddings": width != full_shape(unwrap(target).get_input_embeddings().weight)[-1],
             "intermediate_size": _one(getattr(source, "intermediate_size", None)) or 4 * width,
             "num_attention_heads": heads,
             "num_key_value_heads": getattr(source, "num_key_value_heads", None) or heads,
@@ -222,13 +235,22 @@ class Eagle3Draft(DraftModel):
 
 
 def _copy(to: torch.Tensor, source: torch.Tensor | None, rows: torch.Tensor | None = None) -> None:
-    """Copy if there is something of the same shape to copy (quantized weights are not)."""
-    if source is None or not source.is_floating_point():
+    """Copy if there is something of the same shape to copy."""
+    source = _plain(source)
+    if source is None:
         return
     if rows is not None and source.shape[-1] == to.shape[-1]:
         source = source[rows.to(source.device)]
     if source.shape == to.shape:
         to.copy_(source)
+
+
+def _plain(weight: torch.Tensor | None) -> torch.Tensor | None:
+    """A weight as an ordinary tensor; None for packed ones (bitsandbytes), which only their layer can read."""
+    if weight is None or not weight.is_floating_point():
+        return None
+    # torchao's weights say that they are floating point, but cannot be indexed or copied from.
+    return weight if type(weight) in (torch.Tensor, nn.Parameter) else weight.dequantize()
 
 
 def _last_layer(target: nn.Module) -> nn.Module | None:

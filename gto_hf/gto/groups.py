@@ -113,7 +113,7 @@ def sample_groups(
 
     Returns:
         `positions` `(B, G, m)` int64, ascending, and `valid` `(B, G)` bool. `G` is the largest number of groups of a
-        row; missing groups repeat position 1 and are not valid.
+        row, at least 1; missing groups repeat position 1 and are not valid.
 
     Source: https://huggingface.co/papers/2509.22134, Sec. 3.2 and Alg. 1.
     """
@@ -126,7 +126,7 @@ def sample_groups(
             chosen.append(slots[torch.arange(count) * len(slots) // max(count, 1)])
         else:
             chosen.append(slots[torch.randperm(len(slots), generator=own)[:num_groups]].sort().values)
-    width = max(len(slots) for slots in chosen)
+    width = max(1, *(len(slots) for slots in chosen))
     valid = torch.tensor([[j < len(slots) for j in range(width)] for slots in chosen], dtype=torch.bool)
     starts = torch.ones(len(chosen), width, dtype=torch.long)
     for i, slots in enumerate(chosen):

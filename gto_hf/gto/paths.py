@@ -39,11 +39,12 @@ def path_log_probs(
     Args:
         steps ([`NodeSteps`]): A fresh one, on the prefix whose gradient is wanted.
         root_features (`torch.FloatTensor` of shape `(R, H)`): The draft's outputs at the roots.
-        paths (`torch.LongTensor` of shape `(R, D)`): Tokens the draft can say; what stands behind `lengths` is free.
+        paths (`torch.LongTensor` of shape `(R, D)`): Tokens the draft can say; what stands behind `lengths` is free. The
+            draft is called for every column, so that ranks with equally wide paths call it equally often.
         lengths (`torch.LongTensor` of shape `(R,)`): Tokens of each path that count; 0 gives 0.
     """
     draft = steps.prefix.draft
-    longest = int(lengths.max()) if len(lengths) else 0
+    longest = paths.shape[1]
     if longest == 0:
         return root_features.sum(-1).float() * 0
     features = steps.unroll(root_features, paths[:, : longest - 1])

@@ -97,6 +97,7 @@ def read_target(
     last: int,
     *,
     use_cache: bool,
+    whole: bool = False,
 ) -> TargetReading:
     """
     Forward a batch, padded on either side, through the target.
@@ -107,6 +108,7 @@ def read_target(
         feature_layers (`list[int]`): Indices into `hidden_states`; may be empty.
         first, last (`int`): Slots `first .. last - 1` whose logits may be asked for.
         use_cache (`bool`): Keep keys and values, to hang trees on.
+        whole (`bool`, *optional*, defaults to `False`): Make all logits in this one forward.
     """
     position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)
     inputs = {
@@ -117,7 +119,7 @@ def read_target(
     }
     final = text_config(target).num_hidden_layers  # its boundary is the last hidden state, after the norm
     narrow = target._supports_logits_to_keep()
-    head = _head(target, input_ids, final) if narrow else None
+    head = _head(target, input_ids, final) if narrow and not whole else None
     wanted = [*feature_layers, final] if head is not None else list(feature_layers)
     if wanted:
         inputs["output_hidden_states"] = wanted

@@ -69,6 +69,7 @@ def score_trees(
     temperature: float = 1.0,
     sample: torch.Generator | None = None,
     max_nodes: int = 1024,
+    largest: Callable[[int], int] = int,
     teach: torch.Tensor | None = None,
 ) -> tuple[list[TreeScores], int, list[NodeTeacher]]:
     """
@@ -91,6 +92,8 @@ def score_trees(
         temperature (`float`, *optional*, defaults to `1.0`): Of the target's distribution.
         sample (`torch.Generator`, *optional*): Draw `choices` instead of taking the most likely token; once per node.
         max_nodes (`int`, *optional*, defaults to `1024`): Nodes per sequence and forward (at least one whole branch).
+        largest (`Callable`, *optional*): The largest of a number over all ranks that must forward the target equally often,
+            because it is split over them. By default every rank stands alone.
 
         teach (`torch.LongTensor` of shape `(Vd,)`, *optional*): Target ids whose logits are kept at every node that is read.
 
@@ -111,8 +114,11 @@ def score_trees(
             values.learn(tree, own, some)
     needed = _needed(trie, trees, known, values)
     _read_text(trie, ids, readout, values, temperature, sample)
-    for group in chunks(trie, batch, max_nodes, needed):
+    groups = chunks(trie, batch, max_nodes, needed)
+    for group in groups:
         _forward(target, cache, trie, sequences, group, values, temperature, sample)
+    for _ in range(largest(len(groups)) - len(groups)):
+        target(input_ids=ids[:, :1], use_cache=False)
     scores = [
         _of_trees(tree, own, values, eos_ids, keep) if some is None else some
         for tree, own, some in zip(trees, trie.ids, known, strict=True)

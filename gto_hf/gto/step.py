@@ -91,6 +91,7 @@ def plan_groups(
     sample: torch.Generator | None = None,
     max_nodes: int = 1024,
     phase: Callable[[str], AbstractContextManager] = lambda name: nullcontext(),
+    largest: Callable[[int], int] = int,
 ) -> GroupPlan:
     """
     Trees of `draft` (M) and `reference` (M0) at every position of every group, and what the target makes of them.
@@ -100,7 +101,7 @@ def plan_groups(
         sequences ([`Sequences`]): The batch.
         groups (`torch.LongTensor` of shape `(B, G, m)`), valid (`(B, G)`): See [`sample_groups`].
         tree ([`TreeConfig`]): Shape of the trees, as decoding would draft them.
-        target, cache, eos_ids, temperature, sample, max_nodes: See [`score_trees`].
+        target, cache, eos_ids, temperature, sample, max_nodes, largest: See [`score_trees`].
         readout ([`Readout`]): The target's logits, with all roots among its slots.
         memory ([`ReferenceMemory`], *optional*): M0's trees from earlier epochs; what is not there is added.
         as_reference (`Callable`): Context in which `reference` is M0.
@@ -132,6 +133,7 @@ def plan_groups(
             temperature=temperature,
             sample=sample,
             max_nodes=max_nodes,
+            largest=largest,
         )
     if memory is not None and known is None:
         memory.remember(sequences, roots, others, reference_scores)
@@ -145,6 +147,7 @@ def plan_groups(
     reference_rewards, reference_expected = judge(others, reference_scores)
     paths, lengths = accepted_paths(own, scores.choices)
     lengths = lengths * kept_roots
+    paths = paths[:, : largest(int(lengths.max()))]
     with phase("paths"), as_reference():
         steps, features = reference_prefix.at(roots)
         reference_log_probs = path_log_probs(steps, features, paths, lengths).view(len(keep), -1)[keep]

@@ -6,6 +6,7 @@ from .describe import (
     default_feature_layers,
     embed_raw,
     embedding_scale,
+    final_norm,
     final_norm_scale,
     fingerprint,
     is_hub_id,
@@ -18,6 +19,7 @@ from .describe import (
 from .head import LogitHead, find_head
 from .masks import LayerKind, backend_form, backend_mask, check_backend, layer_kinds, tree_attention, visible_by_kind
 from .routes import Route, check_tree_support, decoding_route, has_windows
+from .shards import full_shape, gathered, unsplit_loading
 
 
 __all__ = [
@@ -33,9 +35,12 @@ __all__ = [
     "default_feature_layers",
     "embed_raw",
     "embedding_scale",
+    "final_norm",
     "final_norm_scale",
     "find_head",
     "fingerprint",
+    "full_shape",
+    "gathered",
     "has_windows",
     "is_hub_id",
     "layer_kinds",
@@ -43,6 +48,7 @@ __all__ = [
     "rope_types",
     "text_config",
     "tree_attention",
+    "unsplit_loading",
     "unwrap",
     "visible_by_kind",
     "weights_hash",

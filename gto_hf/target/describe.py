@@ -156,20 +156,26 @@ def embedding_scale(embedding: nn.Module) -> float:
     return float(made.norm()) / norm if norm > 0 else 1.0
 
 
+def final_norm(target: PreTrainedModel) -> nn.Module | None:
+    """The norm that stands last in the target's decoder; None if it has none."""
+    decoder = unwrap(target)
+    decoder = decoder.get_decoder() if hasattr(decoder, "get_decoder") else decoder.base_model
+    norms = [m for name, m in decoder.named_children() if "norm" in type(m).__name__.lower()]
+    return norms[-1] if norms else None
+
+
 def final_norm_scale(target: PreTrainedModel) -> torch.Tensor | None:
     """
     Effective weight `(H,)` of the target's last RMS norm, or None when it has no such norm.
 
     An RMS norm maps a vector of ones to its own scale, whether it stores `w` or, as Gemma, `w - 1`.
     """
-    decoder = unwrap(target)
-    decoder = decoder.get_decoder() if hasattr(decoder, "get_decoder") else decoder.base_model
-    norms = [m for name, m in decoder.named_children() if "norm" in type(m).__name__.lower()]
-    if not norms:
+    norm = final_norm(target)
+    if norm is None:
         return None
-    width, weight = text_config(target).hidden_size, next(norms[-1].parameters(), None)
+    width, weight = text_config(target).hidden_size, next(norm.parameters(), None)
     if weight is None or weight.numel() != width:
         return None
     with torch.no_grad():
-        scale = norms[-1](torch.ones(1, 1, width, dtype=weight.dtype, device=weight.device)).flatten()
+        scale = norm(torch.ones(1, 1, width, dtype=weight.dtype, device=weight.device)).flatten()
     return scale if bool(scale.abs().max() > 0) else None  # a LayerNorm maps ones to its bias

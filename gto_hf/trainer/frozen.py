@@ -38,10 +38,16 @@ class TargetReader:
         draft ([`DraftModel`]): Says which features it reads.
         args ([`GTOConfig`]): `features_path`.
         dataset (`Dataset` or `IterableDataset`): Tokenised training rows, for the estimate of the size.
+        split (`bool`): The target is split over ranks, which must call its modules equally often.
     """
 
-    def __init__(self, target: nn.Module, draft: DraftModel, args: GTOConfig, dataset: Any) -> None:
-        self.target, self.layers = target, list(draft.config.feature_layers)
+    def __init__(self, target: nn.Module, draft: DraftModel, args: GTOConfig, dataset: Any, *, split: bool) -> None:
+        self.target, self.layers, self.split = target, list(draft.config.feature_layers), split
+        if split and args.features_path is not None:
+            raise ValueError(
+                f"`features_path={args.features_path}` does not work under ZeRO-3, where all ranks run the target together. Unset "
+                "it, or use ZeRO-2."
+            )
         self.features: FeatureStore | None = None
         if args.features_path is not None:
             self._announce(args.features_path, _tokens(dataset), FeatureStore.bytes_per_token(draft, target.dtype))
@@ -83,7 +89,7 @@ class TargetReader:
             found = self.features.read(ids, mask, first, last)
             if found is not None:
                 return found
-        reading = read_target(self.target, ids, mask, self.layers, first, last, use_cache=use_cache)
+        reading = read_target(self.target, ids, mask, self.layers, first, last, use_cache=use_cache, whole=self.split)
         return reading if self.features is None or use_cache else self.features.keep(reading)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, set_seed
-from trl.models.utils import _ForwardRedirection, disable_gradient_checkpointing, prepare_deepspeed
+from trl.models.utils import _ForwardRedirection, disable_gradient_checkpointing
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from trl.trainer.utils import hash_module
 
@@ -52,6 +52,7 @@ from .load import (
 )
 from .logs import log_tokens, logged_names
 from .nonfinite import check_gradient, explain_nonfinite_trees, nonfinite_loss
+from .place import is_split, largest_over_ranks, place_target, whole_if_split
 from .push import AdapterPushCallback
 from .report import ReportCallback
 from .resume import ResumableTrainer
@@ -241,17 +242,11 @@ class GTOTrainer(ResumableTrainer):
 
     def _place_frozen(self, draft: DraftModel) -> None:
         """Put target and reference where training happens, and say what is kept of their answers."""
-        if self.is_deepspeed_enabled:
-            self.target_model = prepare_deepspeed(self.target_model, self.accelerator)
-        elif getattr(self.target_model, "hf_device_map", None) is None:
-            # Not `accelerator.prepare_model`: in mixed precision it turns every output into float32.
-            self.target_model.to(self.accelerator.device)
+        self.target_model = place_target(self.target_model, self)
         if self.reference is not None:
             self.reference.prepare(self.accelerator.device)
-        self._reader = TargetReader(self.target_model, draft, self.args, self.train_dataset)
-        self.term: TreeTerm | None = tree_term(
-            self.args, self.tree, self.target_model, self._eos_ids, self.reference, self.reference_hash
-        )
+        self._reader = TargetReader(self.target_model, draft, self.args, self.train_dataset, split=is_split(self))
+        self.term: TreeTerm | None = tree_term(self)
         kept = (self._reader.features, getattr(self.term, "memory", None))
         self.add_callback(FlushStores(*(one.store for one in kept if one is not None)))
 
@@ -307,7 +302,7 @@ class GTOTrainer(ResumableTrainer):
         roots = roots_of(targets)
         root_list, real = padded_positions(roots)
         groups, valid = self._sample_groups(roots, inputs) if self.term is not None else (None, None)
-        with_groups = groups is not None and bool(valid.any())
+        with_groups = groups is not None and bool(largest_over_ranks(self, int(valid.any())))
         reading = self._reader.read(inputs, root_list, real, use_cache=with_groups)
         supervised = supervised_steps(targets, root_list, self.ttt_steps) & real[..., None]
 
@@ -320,6 +315,7 @@ class GTOTrainer(ResumableTrainer):
             decay=self.args.ttt_decay,
             skip_unsayable=self.args.skip_unsayable,
             objective=self.args.token_objective,
+            **whole_if_split(self),
         )
         with self.accelerator.autocast():
             plan = self._plan(unwrapped, draft, reading, groups, valid) if with_groups else None

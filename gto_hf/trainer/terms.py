@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -32,6 +33,7 @@ from gto_hf.tree import TreeConfig
 from .frozen import reference_memory
 from .gto_config import GTOConfig
 from .logs import log_groups, log_trees
+from .place import is_split, largest_over_ranks
 from .sums import Sums
 
 
@@ -76,9 +78,10 @@ class GroupTerm:
         eos_ids: torch.Tensor,
         reference: Reference,
         memory: ReferenceMemory | None,
+        largest: Callable[[int], int],
     ) -> None:
         self.args, self.tree, self.target, self.eos_ids = args, tree, target, eos_ids
-        self.reference, self.memory = reference, memory
+        self.reference, self.memory, self.largest = reference, memory, largest
         self.phase = lambda name: nullcontext()
 
     def plan(
@@ -112,6 +115,7 @@ class GroupTerm:
             temperature=args.target_temperature,
             sample=generator if args.gto_path == "sample" else None,
             max_nodes=args.score_nodes,
+            largest=self.largest,
             phase=self.phase,
         )
 
@@ -177,15 +181,21 @@ class WholeTreeTerm:
         return values.detach().isfinite().all(-1)
 
 
-def tree_term(
-    args: GTOConfig,
-    tree: TreeConfig,
-    target: nn.Module,
-    eos_ids: torch.Tensor,
-    reference: Reference | None,
-    reference_hash: str | None,
-) -> TreeTerm | None:
-    """The term that the configuration asks for; None for the token loss alone."""
-    if reference is not None:
-        return GroupTerm(args, tree, target, eos_ids, reference, reference_memory(args, reference_hash, target, tree))
+def tree_term(trainer: Any) -> TreeTerm | None:
+    """
+    The term that a trainer's configuration asks for; None for the token loss alone.
+
+    Raises:
+        ValueError: For objectives on whole trees under ZeRO-3.
+    """
+    args, tree, target, eos_ids = trainer.args, trainer.tree, trainer.target_model, trainer._eos_ids
+    if trainer.reference is not None:
+        memory = None if is_split(trainer) else reference_memory(args, trainer.reference_hash, target, tree)
+        largest = partial(largest_over_ranks, trainer)
+        return GroupTerm(args, tree, target, eos_ids, trainer.reference, memory, largest)
+    if args.gto_weight > 0 and is_split(trainer):
+        raise ValueError(
+            f"`gto_objective={args.gto_objective!r}` does not run under ZeRO-3: ranks would call the draft unequally often. Use "
+            "`gto`, or ZeRO-2."
+        )
     return WholeTreeTerm(args, tree, target, eos_ids) if args.gto_weight > 0 else None

@@ -9,14 +9,21 @@ import torch
 import torch.distributed as dist
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig
+from transformers import AutoModelForCausalLM
 
-from gto_hf import GTOConfig, GTOTrainer
+from gto_hf import AutoDraft, GTOConfig, GTOTrainer
 from tests.tiny import tiny_draft, tiny_target, tiny_tokenizer, written_rows
 
 
-def main(folder: str, lora: bool = False, resume: bool = False, draft: str | None = None, **options: object) -> None:
-    target = tiny_target()
-    rows = written_rows(target, 8, 30)
+def main(
+    folder: str,
+    lora: bool = False,
+    resume: bool = False,
+    draft: str | None = None,
+    target: str | None = None,
+    **options: object,
+) -> None:
+    rows = written_rows(tiny_target(), 8, 30)
     for i in range(1, 8, 2):  # every second row, so every batch of one rank, is too short for a group
         rows[i] = {key: ids[:7] for key, ids in rows[i].items()}
     rows[5]["labels"] = [-100, rows[5]["input_ids"][1]] + [-100] * 5  # nothing to train at all
@@ -37,13 +44,18 @@ def main(folder: str, lora: bool = False, resume: bool = False, draft: str | Non
         eval_max_new_tokens=8,
         **{"max_steps": 3, "learning_rate": 1e-3, "save_strategy": "no", **options},
     )
-    # With a folder the draft is loaded here, that is, under the configuration of the backend.
-    model = draft or tiny_draft(target)
+    if "deepspeed" in options:
+        import deepspeed
+
+        deepspeed.init_distributed(dist_backend="gloo")  # accelerate does so on GPUs, but not on a CPU
+    # Under ZeRO-3 what is loaded from here on is split over the ranks.
+    model = AutoModelForCausalLM.from_pretrained(target) if target else tiny_target()
+    draft = AutoDraft.from_pretrained(draft) if draft else tiny_draft(model)
     held_out = {"three": Dataset.from_list(rows[:3]), "one": Dataset.from_list(rows[:1])}
     held_out["stream"] = IterableDataset.from_generator(lambda: iter(rows[:4]))
     trainer = GTOTrainer(
+        draft,
         model,
-        target,
         args,
         train_dataset=Dataset.from_list(rows),
         eval_dataset=held_out,
@@ -60,6 +72,7 @@ def main(folder: str, lora: bool = False, resume: bool = False, draft: str | Non
         "logs": trainer.state.log_history,
         "metrics": metrics,
         "tokens": trainer._total_train_tokens,
+        "wrapper": type(trainer.model_wrapped).__name__,
     }
     torch.save(found, f"{folder}/rank{rank}.pt")
 

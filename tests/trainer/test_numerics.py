@@ -79,6 +79,14 @@ def test_training_and_checkpoints_in_each_precision(llama, draft, rows, tmp_path
     assert len([e for e in trainer.state.log_history if "gto/ratio" in e]) == 3
 
 
+def test_the_reference_follows_a_draft_that_the_backend_casts(llama, draft, rows, tmp_path):
+    trainer = make(draft, llama, rows, tmp_path, max_steps=1)
+    trainer.model.bfloat16()  # as DeepSpeed does
+    trainer.train()
+    first = trainer.state.log_history[0]
+    assert first["gto/ratio"] == 1.0 and first["gto/advantage_abs"] == 0.0
+
+
 def test_float16_on_a_cpu_says_that_it_is_none(llama, draft, rows, tmp_path):
     with pytest.warns(UserWarning, match="fp16.*float32"):
         trainer = make(draft, llama, rows, tmp_path, max_steps=1, fp16=True)
