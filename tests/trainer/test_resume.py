@@ -62,7 +62,7 @@ def own(run, tmp_path):
 
 
 def without_time(log):
-    return [{k: v for k, v in entry.items() if "runtime" not in k and "per_second" not in k} for entry in log]
+    return [{k: v for k, v in entry.items() if "runtime" not in k and "second" not in k} for entry in log]
 
 
 # ---------------------------------------------------------------- bit for bit
