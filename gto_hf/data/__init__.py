@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training text (level 4): rows for the trainer, and answers written by the target itself."""
 
+from .encode import RowEncoder
 from .regenerate import regenerate
 from .rows import dataset_token_counts, load_jsonl, render_prompt, training_rows
 
 
-__all__ = ["dataset_token_counts", "load_jsonl", "regenerate", "render_prompt", "training_rows"]
+__all__ = ["RowEncoder", "dataset_token_counts", "load_jsonl", "regenerate", "render_prompt", "training_rows"]

@@ -1,22 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Answers of the target to given prompts, batched and resumable: the text a draft should be trained on.
+Answers of the target to given prompts, batched and resumable: the text a draft should be trained on (level 4).
 
-The ids are kept, not only the text: where the text would tokenise differently, the generated ids are stored beside it.
+The very ids that the target read and generated are kept, so the file is trained on as it is and nothing is rendered again.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
 
-from .rows import load_jsonl, render_prompt
+from .answer_file import AnswerFile
+from .dialogue import Dialogue
+from .generation import SAMPLING, check_generation
+from .local import LocalTarget
+from .progress import Progress
+from .prompts import Conversation, Skipped, conversations
+from .rows import load_jsonl
+from .server import RowRefused, ServerTarget
 
 
 def regenerate(
@@ -40,60 +47,156 @@ def regenerate(
     Args:
         target (`PreTrainedModel`): Writes the answers with stock `generate`.
         tokenizer (`PreTrainedTokenizerBase`): The target's.
-        prompts (`list[dict]`): `{"id", "prompt"}`.
-        path (`str`): Output file; rows are `{"id", "answer", "finished", "text"}`, plus `"ids"` where needed.
-        answers (`int`, *optional*, defaults to `1`): Answers per prompt.
+        prompts (`list[dict]`): `{"id", "prompt"}`, or any row that [`~gto_hf.data.prompts.conversation`] takes.
+        path (`str`): Output file; see [`~gto_hf.data.dialogue.Dialogue`] for its rows. First every prompt is answered once,
+            then every prompt a second time, and so on. Prompts of like length stand together.
+        answers (`int`, *optional*, defaults to `1`): Answers per prompt. May be raised to continue a finished file.
         max_new_tokens (`int`, *optional*, defaults to `256`): Longest answer; longer ones are cut (`finished` false).
         batch_size (`int`, *optional*, defaults to `32`): Prompts per `generate` call. Part of what makes a run equal.
         seed (`int`, *optional*, defaults to `0`): Of the first batch; sets the global torch seed for every batch.
-        **generate_kwargs: Passed to `generate`; the default is `do_sample=True, temperature=0.7, top_p=0.95`.
+        **generate_kwargs: Fields of a `GenerationConfig`; the default is `do_sample=True, temperature=0.7, top_p=0.95`.
 
     Returns:
         `list[dict]`: All rows of the file.
+
+    Raises:
+        ValueError: If no prompt can be answered, an option cannot be used, or the file was written with other settings.
     """
-    generate_kwargs = generate_kwargs or {"do_sample": True, "temperature": 0.7, "top_p": 0.95}
-    path = Path(path)
-    jobs = [(prompt, answer) for answer in range(answers) for prompt in prompts]
-    done = _complete_batches(path, batch_size, len(jobs))
-    starts = range(done, len(jobs), batch_size)
-    with path.open("a", encoding="utf-8") as file, tqdm(total=len(jobs), initial=done, desc="answers") as bar:
-        for start in starts:
-            batch = jobs[start : start + batch_size]
-            torch.manual_seed(seed + start)
-            for row in _answer(target, tokenizer, batch, max_new_tokens, generate_kwargs):
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
-            file.flush()
-            bar.update(len(batch))
+    check_counts(answers=answers, max_new_tokens=max_new_tokens, batch_size=batch_size)
+    fields = check_generation({"max_new_tokens": max_new_tokens, **(generate_kwargs or SAMPLING)}, answers)
+    asked, skipped = conversations((f"row {i}", row) for i, row in enumerate(prompts))
+    settings = settings_of(asked, fields, answers=answers, seed=seed, batch_size=batch_size)
+    settings |= {"target": target.config._name_or_path, "dtype": str(target.dtype).removeprefix("torch.")}
+    local = LocalTarget(target, tokenizer, fields)
+    with AnswerFile(path, settings) as file:
+        answer_locally(local, asked, file, skipped, answers=answers, batch_size=batch_size, seed=seed)
     return load_jsonl(path)
 
 
-def _complete_batches(path: Path, batch_size: int, total: int) -> int:
-    """Rows of whole batches already in the file; cuts what stands after them."""
-    if not path.exists():
-        return 0
-    lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last newline is half a row
-    kept = len(lines) if len(lines) == total else len(lines) // batch_size * batch_size
-    size = sum(len(line) + 1 for line in lines[:kept])
-    os.truncate(path, size)
-    return kept
+def answer_locally(
+    local: LocalTarget,
+    asked: Sequence[Conversation],
+    file: AnswerFile,
+    skipped: Skipped,
+    *,
+    answers: int,
+    batch_size: int,
+    seed: int,
+) -> Progress:
+    """
+    Answer every conversation that `file` does not hold yet, batch by batch.
+
+    Args:
+        local ([`LocalTarget`]), asked, file ([`AnswerFile`]): Who answers what, and where it goes.
+        skipped ([`Skipped`]): Conversations that cannot be answered are added.
+        answers, batch_size, seed (`int`): See [`regenerate`].
+
+    Returns:
+        [`Progress`]: What was written.
+
+    Raises:
+        ValueError: If nothing can be answered, or the file holds other conversations than these settings would give.
+    """
+    plan = local.plan(asked, batch_size, skipped)
+    if not plan:
+        raise ValueError(f"None of the {len(asked)} prompts can be answered.\n{skipped}")
+    batches = [(number, batch) for number in range(answers) for batch in plan]
+    keys = [(each.id, number) for number, batch in batches for each in batch]
+    if file.done != keys[: len(file.done)]:
+        raise ValueError(f"`{file.path}` has been edited: its rows are not those of this run. Give another output.")
+    first = kept = 0
+    while first < len(batches) and kept + len(batches[first][1]) <= len(file.done):
+        kept += len(batches[first][1])
+        first += 1
+    file.keep(kept)
+    with Progress(len(keys), kept) as progress:
+        for number, batch in batches[first:]:
+            dialogues = [Dialogue(each, number) for each in batch]
+            torch.manual_seed(seed + kept)
+            local.answer(dialogues)
+            file.append([row for each in dialogues for row in each.rows])
+            kept += len(batch)
+            progress.add(dialogues)
+    return progress
 
 
-@torch.inference_mode()
-def _answer(
-    target: Any, tokenizer: Any, batch: list[tuple[dict, int]], max_new_tokens: int, generate_kwargs: dict[str, Any]
-) -> list[dict[str, Any]]:
-    """One batch of answers as rows."""
-    ids = [render_prompt(tokenizer, [{"role": "user", "content": prompt["prompt"]}]) for prompt, _ in batch]
-    inputs = tokenizer.pad({"input_ids": ids}, padding_side="left", return_tensors="pt").to(target.device)
-    output = target.generate(**inputs, max_new_tokens=max_new_tokens, **generate_kwargs)
-    rows = []
-    for (prompt, number), new in zip(batch, output[:, inputs["input_ids"].shape[1] :].tolist(), strict=True):
-        finished = tokenizer.eos_token_id in new
-        if finished:
-            new = new[: new.index(tokenizer.eos_token_id)]
-        text = tokenizer.decode(new, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        row = {"id": prompt["id"], "answer": number, "finished": finished, "text": text}
-        if tokenizer(text, add_special_tokens=False)["input_ids"] != new:
-            row["ids"] = new
-        rows.append(row)
-    return rows
+def answer_remotely(
+    server: ServerTarget,
+    asked: Sequence[Conversation],
+    file: AnswerFile,
+    skipped: Skipped,
+    *,
+    answers: int,
+    concurrency: int,
+) -> Progress:
+    """
+    Answer every conversation that `file` does not hold yet, several at a time; rows are written as they are complete.
+
+    Args:
+        server ([`ServerTarget`]), asked, file ([`AnswerFile`]): Who answers what, and where it goes.
+        skipped ([`Skipped`]): Conversations that the server refuses are added.
+        answers (`int`): Per conversation.
+        concurrency (`int`): Conversations in flight.
+
+    Returns:
+        [`Progress`]: What was written.
+
+    Raises:
+        ValueError: If the server cannot be reached any more (after all that is in flight has been written), if it refuses
+            everything, or if the file holds conversations that were not asked.
+    """
+    keys = {(each.id, number): each for number in range(answers) for each in asked}
+    done = set(file.done)
+    if not done <= set(keys) or len(done) < len(file.done):
+        raise ValueError(f"`{file.path}` has been edited: its rows are not those of this run. Give another output.")
+    jobs = (Dialogue(each, key[1]) for key, each in keys.items() if key not in done)
+    flying: dict[Future, Dialogue] = {}
+    failure: ValueError | None = None
+    with Progress(len(keys), len(done)) as progress, ThreadPoolExecutor(concurrency) as pool:
+        try:
+            while True:
+                while failure is None and len(flying) < concurrency and (job := next(jobs, None)) is not None:
+                    flying[pool.submit(server.answer, job)] = job
+                if not flying:
+                    break
+                for landed in wait(flying, return_when=FIRST_COMPLETED).done:
+                    dialogue = flying.pop(landed)
+                    try:
+                        file.append(landed.result().rows)
+                        progress.add([dialogue])
+                    except RowRefused as refusal:
+                        skipped.add(str(refusal), f"id {dialogue.conversation.id}")
+                    except ValueError as error:
+                        failure = failure or error
+                        server.stopped.set()
+        finally:
+            server.stopped.set()
+    if failure is not None:
+        raise failure
+    if not done and not progress.conversations:
+        raise ValueError(f"None of the {len(asked)} prompts was answered.\n{skipped}")
+    return progress
+
+
+def settings_of(
+    asked: Sequence[Conversation], fields: dict[str, Any], *, answers: int, seed: int, **more: Any
+) -> dict[str, Any]:
+    """What the rows depend on, flat, as an [`AnswerFile`] compares it; two sets of prompts differ in `prompts_hash`."""
+    digest = hashlib.sha256()
+    for each in asked:
+        digest.update(json.dumps([each.id, each.asks, each.extra], default=str).encode())
+    return {
+        "prompts": len(asked),
+        "prompts_hash": digest.hexdigest()[:16],
+        "answers": answers,
+        "seed": seed,
+        **more,
+        **{f"generation.{name}": value for name, value in fields.items()},
+    }
+
+
+def check_counts(**counts: int | None) -> None:
+    """Raise `ValueError` for the first that is given and less than 1."""
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise ValueError(f"`{name}={count}` must be at least 1.")

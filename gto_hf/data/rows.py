@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Iterator
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,10 @@ from typing import Any
 import torch
 
 from gto_hf.drafts import count_tokens
+
+from .encode import RowEncoder
+from .reasons import RowError
+from .report import DataReport
 
 
 def load_jsonl(path: str | PathLike) -> list[dict[str, Any]]:
@@ -22,7 +27,8 @@ def load_jsonl(path: str | PathLike) -> list[dict[str, Any]]:
         ValueError: Names file and line of the first row that is not a JSON object.
     """
     rows = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+    # Not `splitlines`: it also cuts at U+2028 and its like, which JSON allows within strings.
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), 1):
         if not line.strip():
             continue
         try:
@@ -35,12 +41,16 @@ def load_jsonl(path: str | PathLike) -> list[dict[str, Any]]:
     return rows
 
 
-def render_prompt(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
-    """Token ids of a conversation up to where the model answers; plain text for tokenizers without chat template."""
+def render_prompt(tokenizer: Any, messages: list[dict[str, str]], **kwargs: Any) -> list[int]:
+    """
+    Token ids of a conversation up to where the model answers; plain text for tokenizers without chat template.
+
+    `kwargs` (`tools`, and variables such as `enable_thinking`) go to the template.
+    """
     if tokenizer.chat_template is None:
         text = "\n".join(message["content"] for message in messages)
         return tokenizer(text)["input_ids"]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **kwargs)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
@@ -60,48 +70,60 @@ def training_rows(
 
     Args:
         tokenizer (`PreTrainedTokenizerBase`): The target's.
-        prompts (`Iterable[dict]`): `{"id", "prompt"}`.
-        answers (`Iterable[dict]`): As [`regenerate`] writes them; several per prompt are several rows.
+        prompts (`Iterable[dict]`): `{"id", "prompt"}`, or any row that [`regenerate`] takes, with an `id`.
+        answers (`Iterable[dict]`): As [`regenerate`] writes them, or `{"id", "answer", "finished", "text"}` (with `"ids"`
+            where the text does not re-tokenise) for prompts of one turn; several per prompt are several rows.
         max_length (`int`, *optional*): Longer rows are cut.
 
     Raises:
         ValueError: If an answer belongs to none of the prompts.
     """
-    texts = {row["id"]: row["prompt"] for row in prompts}
+    asked = {str(row["id"]): row for row in prompts}
     rows = []
     for answer in answers:
-        if answer["id"] not in texts:
-            raise ValueError(f"The answer with `id={answer['id']!r}` belongs to none of the {len(texts)} prompts.")
-        prompt = render_prompt(tokenizer, [{"role": "user", "content": texts[answer["id"]]}])
-        completion = completion_ids(tokenizer, answer)
-        row = {"input_ids": prompt + completion, "labels": [-100] * len(prompt) + completion}
+        if str(answer["id"]) not in asked:
+            raise ValueError(f"The answer with `id={answer['id']!r}` belongs to none of the {len(asked)} prompts.")
+        if "input_ids" in answer:
+            row = {key: answer[key] for key in ("input_ids", "labels")}
+        else:
+            prompt = render_prompt(tokenizer, [{"role": "user", "content": asked[str(answer["id"])]["prompt"]}])
+            completion = completion_ids(tokenizer, answer)
+            row = {"input_ids": prompt + completion, "labels": [-100] * len(prompt) + completion}
         rows.append({key: ids[:max_length] for key, ids in row.items()})
     return rows
 
 
-def dataset_token_counts(dataset: Iterable[dict[str, Any]], tokenizer: Any, vocab_size: int) -> torch.Tensor:
+def dataset_token_counts(
+    dataset: Iterable[dict[str, Any]], tokenizer: Any, vocab_size: int, *, text_field: str = "text"
+) -> torch.Tensor:
     """
     Token frequencies of a training set in any of the trainer's formats, `(vocab_size,)` int64.
 
+    All tokens of a row count, prompts too. Malformed rows are skipped, with one warning.
+
     Args:
-        dataset (`Iterable[dict]`): Rows with `input_ids`, `messages`, `prompt` + `completion`, or `text`.
+        dataset (`Iterable[dict]`): Rows in any format that [`RowEncoder`] reads.
+        text_field (`str`, *optional*, defaults to `"text"`): Column of plain text.
 
     Raises:
-        ValueError: Names the columns of a row that has none of these.
+        ValueError: If no row can be read; names the reasons, and what the first such rows hold.
     """
+    encoder = RowEncoder(tokenizer, vocab_size, text_field=text_field, assistant_only=False)
+    report = DataReport("dataset")
 
-    def ids(row: dict[str, Any]) -> list[int]:
-        if "input_ids" in row:
-            return row["input_ids"]
-        messages = row.get("messages") or row.get("conversations")
-        if messages is None and isinstance(row.get("prompt"), list):
-            messages = [*row["prompt"], *row["completion"]]
-        if messages is not None:
-            text = tokenizer.apply_chat_template(messages, tokenize=False)
-            return tokenizer(text, add_special_tokens=False)["input_ids"]
-        text = row.get("text", None if "prompt" not in row else row["prompt"] + row.get("completion", ""))
-        if text is None:
-            raise ValueError(f"A row has no `input_ids`, `messages`, `prompt` or `text`; it has {sorted(row)}.")
-        return tokenizer(text)["input_ids"]
+    def ids() -> Iterator[list[int]]:
+        for row in dataset:
+            try:
+                found = encoder.tokens(row)
+            except RowError as error:
+                report.details.setdefault(error.reason.value, error.detail)
+                report.count(0, [error.reason.value])
+            else:
+                report.count(len(found), [])
+                yield found
 
-    return count_tokens((ids(row) for row in dataset), vocab_size)
+    counts = count_tokens(ids(), vocab_size)
+    report.check()
+    for message in report.warnings():
+        warnings.warn(message)
+    return counts

@@ -103,14 +103,14 @@ class Eagle3Draft(DraftModel):
         feature_layers: list[int] | tuple[int, ...] | None = None,
         tree: TreeConfig | None = None,
         dtype: torch.dtype | None = None,
+        init: str = "target",
         **config_kwargs: Any,
     ) -> Self:
         """
         A fresh draft shaped like its target, ready to train.
 
-        Width, heads, norm epsilon, activation and RoPE are the target's. Head rows, final norm and, for targets built
-        like Llama, the layer start as copies of the target's where the shapes agree; the rest is random, under the
-        global torch seed.
+        Width, heads, norm epsilon, activation and RoPE are the target's. What is not copied from the target starts random,
+        under the global torch seed.
 
         Args:
             target (`PreTrainedModel`): Unchanged causal LM.
@@ -122,11 +122,16 @@ class Eagle3Draft(DraftModel):
                 `(2, n // 2, n - 3)`.
             tree ([`TreeConfig`], *optional*): Decoding tree.
             dtype (`torch.dtype`, *optional*, defaults to `torch.float32`): Of the draft's weights.
+            init (`str`, *optional*, defaults to `"target"`): What starts as a copy of the target's, where the shapes agree:
+                `"target"`: head rows, final norm and, for targets built like Llama, the layer; `"head"`: head rows and final
+                norm; `"random"`: nothing.
             **config_kwargs: Any [`DraftConfig`] field, for example `hidden_size=1024`.
 
         Raises:
             ValueError: If a reduced vocabulary comes without counts, or the fields do not fit each other.
         """
+        if init not in ("target", "head", "random"):
+            raise ValueError(f"`init={init!r}`: choose `target`, `head` or `random`.")
         config = cls._config_like(target, draft_vocab_size, feature_layers, tree, config_kwargs)
         draft = cls(config).to(dtype or torch.float32)
         if config.draft_vocab_size < config.vocab_size:
@@ -143,7 +148,8 @@ class Eagle3Draft(DraftModel):
                 )
             keep = _structural_ids(target, tokenizer)
             draft.set_vocab(choose_draft_vocab(token_counts.cpu(), config.draft_vocab_size, keep))
-        draft._copy_from(target)
+        if init != "random":
+            draft._copy_from(target, layer=init == "target")
         return draft.attach(target)
 
     @staticmethod
@@ -183,7 +189,7 @@ class Eagle3Draft(DraftModel):
         return DraftConfig(**{**fields, **overrides})
 
     @torch.no_grad()
-    def _copy_from(self, target: nn.Module) -> None:
+    def _copy_from(self, target: nn.Module, *, layer: bool) -> None:
         """
         Start from what the target knows, where the shapes agree.
 
@@ -198,7 +204,7 @@ class Eagle3Draft(DraftModel):
         if self.config.own_embeddings:
             _copy(self.embed_tokens.weight, model.get_input_embeddings().weight)
         width = self.config.hidden_size
-        if self.config.target_hidden_size != width:
+        if self.config.target_hidden_size != width or not layer:
             return
         self.fc.weight.mul_(0.1)
         self.fc.weight[:, -width:] += torch.eye(width, dtype=self.dtype, device=self.device)

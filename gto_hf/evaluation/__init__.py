@@ -5,6 +5,7 @@ from .draw import draw_tree, rich_tree
 from .lossless import CheckReport, Divergence, LosslessReport, check, verify_lossless
 from .misalignment import Misalignment, misalignment, misalignment_table
 from .prompts import OWN_SETS, Question, load_questions, prompts_hash, spread
+from .replay import Replay, Text, read_texts, replay
 from .runs import PLAIN, PromptRun, SystemRun, agreement, answer, compare
 from .table import results_table
 
@@ -18,7 +19,9 @@ __all__ = [
     "PLAIN",
     "PromptRun",
     "Question",
+    "Replay",
     "SystemRun",
+    "Text",
     "agreement",
     "answer",
     "check",
@@ -28,6 +31,8 @@ __all__ = [
     "misalignment",
     "misalignment_table",
     "prompts_hash",
+    "read_texts",
+    "replay",
     "results_table",
     "rich_tree",
     "spread",

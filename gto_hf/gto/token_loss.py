@@ -107,14 +107,14 @@ def token_loss(
         counted = (number >= 0) & supervised[row, number.clamp(min=0), step]
         logits = draft.head(outputs[step, row, number.clamp(min=0)])
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        teacher = some.to(logits.dtype)
-        loss = TOKEN_OBJECTIVES[objective](logits, teacher, normaliser.to(logits.dtype))
-        used = counted & (best >= 0) if skip_unsayable else counted
-        weight = decay ** torch.arange(steps, device=slot.device, dtype=logits.dtype)
+        with torch.autocast(logits.device.type, enabled=False):  # sums over a vocabulary need float32
+            loss = TOKEN_OBJECTIVES[objective](logits, some.to(logits.dtype), normaliser.to(logits.dtype))
+            used = counted & (best >= 0) if skip_unsayable else counted
+            weight = decay ** torch.arange(steps, device=slot.device, dtype=logits.dtype)
+            each = weight @ loss.masked_fill(~used, 0)
         with torch.no_grad():
             right = logits.gather(-1, best.clamp(min=0).expand(steps, -1)[..., None])[..., 0] == logits.amax(-1)
             correct = (right & (best >= 0) & counted).sum(1)
-        each = weight @ loss.masked_fill(~used, 0)
         return each.new_zeros(batch).index_add(0, row, each), correct
 
     total = (outputs.sum((0, 2, 3)) * 0).to(torch.promote_types(outputs.dtype, torch.float32))

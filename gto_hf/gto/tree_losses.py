@@ -181,20 +181,21 @@ def tree_loss(prefix: SequencePrefix, plan: TreePlan, objective: str = "tree_kl"
     number = plan.teacher.index[row, column]
     teacher = plan.teacher.logits[number].to(logits.dtype)
     weight = plan.probs[row, column].to(logits.dtype)
-    if objective == "tree_kl":
-        value = kl(logits, teacher, plan.teacher.normaliser[number])
-    else:
-        log_probs = logits.log_softmax(-1)
-        at = torch.full_like(trees.parents, -1)
-        at[row, column] = torch.arange(len(row), device=row.device)
-        scores = _path_scores(draft, trees, log_probs, at)[row, column][:, None] + log_probs
-        # A child must be among its parent's first, and as likely as the last node that was kept.
-        last = scores.detach().topk(plan.top_k).values[:, -1]
-        cut = torch.maximum(last, trees.scores.amin(1).to(logits.dtype)[row])
-        chance = ((scores - cut[:, None]) / beta).sigmoid()
-        wanted_probs = (teacher - plan.teacher.normaliser[number].to(logits.dtype)[:, None]).exp()
-        value = -torch.linalg.vecdot(wanted_probs, chance)
-    return value.new_zeros(len(trees.tokens)).index_add(0, row, value * weight)
+    with torch.autocast(logits.device.type, enabled=False):  # sums over a vocabulary need float32
+        if objective == "tree_kl":
+            value = kl(logits, teacher, plan.teacher.normaliser[number])
+        else:
+            log_probs = logits.log_softmax(-1)
+            at = torch.full_like(trees.parents, -1)
+            at[row, column] = torch.arange(len(row), device=row.device)
+            scores = _path_scores(draft, trees, log_probs, at)[row, column][:, None] + log_probs
+            # A child must be among its parent's first, and as likely as the last node that was kept.
+            last = scores.detach().topk(plan.top_k).values[:, -1]
+            cut = torch.maximum(last, trees.scores.amin(1).to(logits.dtype)[row])
+            chance = ((scores - cut[:, None]) / beta).sigmoid()
+            wanted_probs = (teacher - plan.teacher.normaliser[number].to(logits.dtype)[:, None]).exp()
+            value = -torch.linalg.vecdot(wanted_probs, chance)
+        return value.new_zeros(len(trees.tokens)).index_add(0, row, value * weight)
 
 
 def _path_scores(draft: DraftModel, trees: DraftTree, log_probs: torch.Tensor, at: torch.Tensor) -> torch.Tensor:

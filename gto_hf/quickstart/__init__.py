@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of `examples/quickstart.py` (level 7)."""
 
-from .model import SMOLLM2, load_target, target_source
+from .model import SMOLLM2, load_target, shipped_draft, target_source
 from .training import SMOKE, TREE, Budget, fresh_draft, load_rows, train
 
 
@@ -13,6 +13,7 @@ __all__ = [
     "fresh_draft",
     "load_rows",
     "load_target",
+    "shipped_draft",
     "target_source",
     "train",
 ]

@@ -63,6 +63,11 @@ def smollm2_folder() -> Path:
     return folder
 
 
+def shipped_draft() -> Path:
+    """Folder of the draft for the converted SmolLM2 that comes with this package; its card says how it was made."""
+    return Path(str(files("gto_hf") / "assets" / "draft"))
+
+
 def target_source(name: str | None = None) -> str:
     """What to load: the given Hub id or folder, or the folder of the converted SmolLM2."""
     return str(smollm2_folder()) if name is None else name

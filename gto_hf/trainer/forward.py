@@ -52,3 +52,10 @@ def without_repeats(inputs: dict[str, torch.Tensor], accelerator: Any) -> dict[s
         return inputs
     kept = {name: value[: max(real, 1)] for name, value in inputs.items()}
     return kept if real > 0 else {**kept, "labels": torch.full_like(kept["labels"], -100)}
+
+
+def switch_off_dropout(model: nn.Module) -> None:
+    """For good: draft and reference must be one function at the first step."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0

@@ -20,6 +20,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "gto_aggregation": AGGREGATIONS,
     "gto_path": ("greedy", "sample"),
     "group_positions": ("random", "grid"),
+    "train_on": ("all", "last"),
 }
 
 
@@ -108,6 +109,16 @@ class GTOConfig(SFTConfig):
         eval_temperature (`float`, *optional*, defaults to `0.0`): Temperature of that decoding; 0 is greedy.
         report (`bool`, *optional*, defaults to `True`):
             Keep `output_dir/report` up to date: `metrics.csv`, `table.md` and, with matplotlib, `training.png`.
+
+        > Parameters that control the data
+
+        assistant_only_loss (`bool`, *optional*):
+            By default conversations train what the assistant says, and other rows are taken as well; with or without
+            `{% generation %}` in the chat template. `True` refuses rows that are no conversation, as TRL does. `False`
+            trains every token of a conversation.
+        train_on (`str`, *optional*, defaults to `"all"`):
+            Assistant turns of a conversation that are trained: `"all"`, or the `"last"` one. Labels and masks that come
+            with `input_ids` are taken as they are.
     """
 
     _VALID_DICT_FIELDS = SFTConfig._VALID_DICT_FIELDS + ["target_model_init_kwargs"]
@@ -164,6 +175,12 @@ class GTOConfig(SFTConfig):
     eval_max_new_tokens: int = field(default=64, metadata={"help": "New tokens per decoded prompt, at least 2."})
     eval_temperature: float = field(default=0.0, metadata={"help": "Temperature of that decoding; 0 is greedy."})
     report: bool = field(default=True, metadata={"help": "Write tables and plots to output_dir/report."})
+    assistant_only_loss: bool | None = field(
+        default=None, metadata={"help": "Default: conversations train assistant turns. False: every token."}
+    )
+    train_on: str = field(
+        default="all", metadata={"help": "Assistant turns that are trained.", "choices": ["all", "last"]}
+    )
 
     def __post_init__(self) -> None:
         if not self.use_cpu and not torch.accelerator.is_available():

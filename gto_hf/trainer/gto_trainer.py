@@ -24,7 +24,6 @@ from gto_hf.decoding import as_draft
 from gto_hf.drafts import DraftModel
 from gto_hf.gto import (
     TargetReading,
-    TokenLoss,
     count_groups,
     draft_forward,
     padded_positions,
@@ -39,26 +38,26 @@ from gto_hf.hub import draft_card
 from gto_hf.lora import Reference, draft_peft_config, is_peft
 
 from .acceptance import Acceptance, kept_rng
-from .forward import at_least_two_columns, bare_forward, without_repeats
-from .frozen import FlushStores, TargetReader, reference_memory
+from .forward import at_least_two_columns, bare_forward, switch_off_dropout, without_repeats
+from .frozen import FlushStores, TargetReader
 from .gto_config import GTOConfig
 from .load import (
     check_columns,
-    check_rows,
     check_target_for_training,
     eos_ids,
-    length,
     load_draft,
     load_target,
     load_tokenizer,
+    name_target,
 )
 from .logs import log_tokens, logged_names
 from .nonfinite import check_gradient, explain_nonfinite_trees, nonfinite_loss
 from .push import AdapterPushCallback
 from .report import ReportCallback
 from .resume import ResumableTrainer
+from .rows import RowPreparation
 from .sums import Sums
-from .terms import GroupTerm, Plan, TreeTerm, WholeTreeTerm
+from .terms import Plan, TreeTerm, tree_term
 
 
 class GTOTrainer(ResumableTrainer):
@@ -90,7 +89,8 @@ class GTOTrainer(ResumableTrainer):
         data_collator (`Callable`, *optional*):
             Must give `input_ids`, `attention_mask` and `labels`. Defaults to TRL's language-modelling collator.
         train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
-            Any format of [`~trl.SFTTrainer`]: `messages`, `prompt` + `completion`, `text`, or `input_ids` (+ `labels`).
+            `messages`, ShareGPT `conversations`, `prompt` + `completion`, `text`, or `input_ids` (+ `labels` or a mask);
+            see [`~gto_hf.data.RowEncoder`]. Rows that cannot be trained on are skipped and counted.
         eval_dataset (`Dataset`, `IterableDataset` or `dict`, *optional*):
             As `train_dataset`.
         processing_class ([`~transformers.PreTrainedTokenizerBase`], *optional*):
@@ -158,6 +158,7 @@ class GTOTrainer(ResumableTrainer):
         # Target
         self.target_model = load_target(target_model, draft, args)
         draft.attach(self.target_model)
+        name_target(draft, self.target_model)
 
         # Tree
         self.tree = args.tree(draft.tree)
@@ -171,9 +172,7 @@ class GTOTrainer(ResumableTrainer):
 
         # Reference
         if args.disable_dropout:
-            for module in model.modules():
-                if isinstance(module, nn.Dropout):
-                    module.p = 0.0
+            switch_off_dropout(model)
         if peft_config is not None:
             if is_peft(model):
                 raise ValueError("`model` has an adapter already; merge it, or leave `peft_config` unset to train it.")
@@ -189,30 +188,30 @@ class GTOTrainer(ResumableTrainer):
             data_collator = DataCollatorForLanguageModeling(pad_token_id=processing_class.pad_token_id)
 
         check_columns(train_dataset, args.dataset_text_field, formatting_func)
-        rows = length(train_dataset)
+        self._rows = RowPreparation(args, draft)
         own_forward = draft.__dict__.get("forward")
-        super().__init__(
-            model=model,
-            args=args,
-            data_collator=data_collator,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            peft_config=peft_config,
-            formatting_func=formatting_func,
-        )
+        with self._rows.without_assistant_masks(args):
+            super().__init__(
+                model=model,
+                args=args,
+                data_collator=data_collator,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=processing_class,
+                callbacks=callbacks,
+                optimizers=optimizers,
+                peft_config=peft_config,
+                formatting_func=formatting_func,
+            )
         # SFTTrainer replaces the model's forward by one with a fused language-model head; a draft keeps its own.
         draft.__dict__.pop("forward", None)
         if own_forward is not None:
             draft.__dict__["forward"] = own_forward
-        longest = check_rows(rows, self.train_dataset, args.max_length, draft.config.vocab_size)
+        longest = self._rows.announce(self) or args.max_length
         draft.config.trained_length = max(draft.config.trained_length or 0, longest or 0) or None
 
         # Frozen models
         self._eos_ids = eos_ids(self.target_model, processing_class, self.accelerator.device)
-        self.term: TreeTerm | None = None
         self._place_frozen(draft)
         self._acceptance = Acceptance(args, self.target_model, draft, self.accelerator)
 
@@ -226,6 +225,20 @@ class GTOTrainer(ResumableTrainer):
         self.add_callback(AdapterPushCallback())
         self.add_callback(ReportCallback())
 
+    def _prepare_dataset(
+        self,
+        dataset: Any,
+        processing_class: Any,
+        args: GTOConfig,
+        packing: bool,
+        formatting_func: Any,
+        dataset_name: str,
+    ) -> Any:
+        """Rows that can be trained on, as tokens and labels; then as in [`~trl.SFTTrainer`]."""
+        encoder = self._rows.encoder(processing_class, args, formatting_func)
+        dataset = self._rows.prepare(dataset, encoder, dataset_name, args.dataset_num_proc)
+        return super()._prepare_dataset(dataset, processing_class, args, packing, None, dataset_name)
+
     def _place_frozen(self, draft: DraftModel) -> None:
         """Put target and reference where training happens, and say what is kept of their answers."""
         if self.is_deepspeed_enabled:
@@ -236,14 +249,11 @@ class GTOTrainer(ResumableTrainer):
         if self.reference is not None:
             self.reference.prepare(self.accelerator.device)
         self._reader = TargetReader(self.target_model, draft, self.args, self.train_dataset)
-        memory = None
-        common = self.args, self.tree, self.target_model, self._eos_ids
-        if self.reference is not None:
-            memory = reference_memory(self.args, self.reference_hash, self.target_model, self.tree)
-            self.term = GroupTerm(*common, self.reference, memory)
-        elif self.args.gto_weight > 0:
-            self.term = WholeTreeTerm(*common)
-        self.add_callback(FlushStores(*(kept.store for kept in (self._reader.features, memory) if kept)))
+        self.term: TreeTerm | None = tree_term(
+            self.args, self.tree, self.target_model, self._eos_ids, self.reference, self.reference_hash
+        )
+        kept = (self._reader.features, getattr(self.term, "memory", None))
+        self.add_callback(FlushStores(*(one.store for one in kept if one is not None)))
 
     # ------------------------------------------------------------------ normalisers
     def _targets(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -301,18 +311,16 @@ class GTOTrainer(ResumableTrainer):
         reading = self._reader.read(inputs, root_list, real, use_cache=with_groups)
         supervised = supervised_steps(targets, root_list, self.ttt_steps) & real[..., None]
 
-        def of_tokens(features: list[torch.Tensor]) -> TokenLoss:
-            return token_loss(
-                draft,
-                features,
-                reading.readout,
-                root_list,
-                supervised,
-                self.args.ttt_decay,
-                skip_unsayable=self.args.skip_unsayable,
-                objective=self.args.token_objective,
-            )
-
+        of_tokens = partial(
+            token_loss,
+            draft,
+            readout=reading.readout,
+            roots=root_list,
+            supervised=supervised,
+            decay=self.args.ttt_decay,
+            skip_unsayable=self.args.skip_unsayable,
+            objective=self.args.token_objective,
+        )
         with self.accelerator.autocast():
             plan = self._plan(unwrapped, draft, reading, groups, valid) if with_groups else None
             of_trees = None if plan is None else partial(self.term.forward, plan=plan)
@@ -388,6 +396,7 @@ class GTOTrainer(ResumableTrainer):
             found = {f"{self._eval_prefix}_{key}": value for key, value in found.items()}
         else:
             found["num_tokens"] = self._total_train_tokens
+            found.update(self._rows.logs())
         logs.update(found)
         self._metrics[mode].clear()
         super().log(logs, start_time)

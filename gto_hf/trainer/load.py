@@ -6,8 +6,6 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import numpy as np
-import pyarrow.compute as pc
 import torch
 from datasets import Dataset
 from torch import nn
@@ -16,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from gto_hf.checkpoints import AutoDraft
 from gto_hf.decoding import as_draft
 from gto_hf.drafts import DraftModel
-from gto_hf.target import check_tree_support, is_hub_id, position_limit, text_config, unwrap
+from gto_hf.target import check_tree_support, fingerprint, is_hub_id, position_limit, text_config, unwrap
 from gto_hf.tree import TreeConfig
 
 from .gto_config import GTOConfig
@@ -63,6 +61,17 @@ def load_target(target: Any, draft: DraftModel, args: GTOConfig) -> nn.Module:
     return target.eval().requires_grad_(False)
 
 
+def name_target(draft: DraftModel, target: nn.Module) -> None:
+    """
+    Let the draft say which target it is trained for now, so that it warns for any other.
+
+    A target without a name of its own (a local folder) may be the old one, so the old name is kept then.
+    """
+    found, stored = fingerprint(target), draft.config.target or {}
+    if found["name_or_path"] and any(found[key] != stored.get(key) for key in ("name_or_path", "revision")):
+        draft.config.target = found
+
+
 def load_tokenizer(processing_class: Any, target: nn.Module) -> Any:
     """The given tokenizer, or the target's; with a pad token."""
     if processing_class is None:
@@ -86,11 +95,6 @@ def eos_ids(target: nn.Module, tokenizer: Any, device: torch.device) -> torch.Te
         found = getattr(source, "eos_token_id", None)
         ids.update(found if isinstance(found, (list, tuple)) else [] if found is None else [found])
     return torch.tensor(sorted(ids), dtype=torch.long, device=device)
-
-
-def length(dataset: Any) -> int | None:
-    """Rows of a dataset, or None for streams."""
-    return len(dataset) if hasattr(dataset, "__len__") else None
 
 
 def check_target_for_training(target: nn.Module, tree: TreeConfig, args: GTOConfig) -> None:
@@ -124,60 +128,11 @@ def check_columns(dataset: Any, text_field: str, formatting_func: Any) -> None:
     Raises:
         ValueError: Names the columns found.
     """
-    columns = getattr(dataset, "column_names", None)
+    transformed = isinstance(dataset, Dataset) and dataset.format["type"] == "custom"  # its columns are not its rows'
+    columns = None if transformed else getattr(dataset, "column_names", None)
     known = ("input_ids", "messages", "conversations", "prompt", text_field)
     if formatting_func is None and columns and not set(known) & set(columns):
         raise ValueError(
-            f"`train_dataset` has the columns {sorted(columns)}; it needs `messages`, `prompt` and `completion`, "
-            f"`{text_field}`, or `input_ids` (and `labels`). Rename them, or pass `formatting_func`."
+            f"`train_dataset` has the columns {sorted(columns)}; it needs `messages`, `conversations`, `prompt` and "
+            f"`completion`, `{text_field}`, or `input_ids` (and `labels`). Rename them, or pass `formatting_func`."
         )
-
-
-def check_rows(before: int | None, dataset: Any, max_length: int | None, vocab_size: int) -> int | None:
-    """
-    Refuse a dataset that trains on nothing or cannot be read; say how much of it was dropped.
-
-    Args:
-        before (`int`, *optional*): Rows that were given; None for streams, which are not checked.
-        dataset (`Dataset`): Tokenised rows, after cutting.
-        max_length (`int`, *optional*): Where rows were cut.
-        vocab_size (`int`): Of the target.
-
-    Returns:
-        `int`: Length of the longest row in tokens; `max_length` for streams.
-
-    Raises:
-        ValueError: If no row has a trainable token, labels and tokens differ in length, or an id is outside the
-            vocabulary.
-    """
-    if before is None or not isinstance(dataset, Dataset):
-        return max_length
-    trainable, largest, unequal, longest = 0, -1, 0, 0
-    for batch in dataset.select_columns(["input_ids", "labels"]).with_format("arrow").iter(1000):
-        ids, labels = batch["input_ids"].combine_chunks(), batch["labels"].combine_chunks()
-        unequal += pc.sum(pc.not_equal(pc.list_value_length(ids), pc.list_value_length(labels))).as_py() or 0
-        largest = max(largest, pc.max(pc.list_flatten(ids)).as_py() or 0)
-        length = pc.list_value_length(labels).to_numpy(zero_copy_only=False)
-        longest = max(longest, int(length.max(initial=0)))
-        place = np.arange(length.sum()) - np.repeat(length.cumsum() - length, length)
-        # Tokens 0 and 1 have no target feature before their root, see `supervised_targets`.
-        counted = (pc.list_flatten(labels).to_numpy(zero_copy_only=False) != -100) & (place >= 2)
-        trainable += len(np.unique(np.repeat(np.arange(len(length)), length)[counted]))
-    if unequal:
-        raise ValueError(f"{unequal} rows have `labels` of another length than `input_ids`. Give one label per token.")
-    if largest >= vocab_size:
-        raise ValueError(
-            f"`train_dataset` holds the token id {largest}, but the target has {vocab_size} tokens. Tokenise it with the "
-            "target's tokenizer."
-        )
-    if trainable == 0:
-        raise ValueError(
-            f"All {before} rows of `train_dataset` are without a trainable token after cutting at "
-            f"`max_length={max_length}`. Raise `max_length`, or check that labels (or the chat template's assistant mask) "
-            "mark the answers."
-        )
-    if trainable < before:
-        warnings.warn(
-            f"{before - trainable} of {before} rows have no trainable token within `max_length={max_length}`."
-        )
-    return longest

@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> None:
     target = load_target(None if draft is not None else args.target_model_name_or_path, draft, args)
     tokenizer = load_tokenizer(None, target)
     if draft is None:
-        draft = _fresh_draft(target, tokenizer, train_dataset, draft_args)
+        draft = _fresh_draft(target, tokenizer, train_dataset, draft_args, args.dataset_text_field)
     trainer = GTOTrainer(
         model=draft,
         target_model=target,
@@ -84,9 +84,11 @@ def _load_splits(script_args: ScriptArguments) -> dict[str, Dataset]:
     return load_dataset(name, name=script_args.dataset_config)
 
 
-def _fresh_draft(target: object, tokenizer: object, dataset: Dataset, args: DraftArguments) -> DraftModel:
+def _fresh_draft(
+    target: object, tokenizer: object, dataset: Dataset, args: DraftArguments, text_field: str
+) -> DraftModel:
     """A draft shaped like the target, with the training data's most frequent tokens."""
     vocab = text_config(target).vocab_size
-    counts = dataset_token_counts(dataset, tokenizer, vocab)
+    counts = dataset_token_counts(dataset, tokenizer, vocab, text_field=text_field)
     size = min(args.draft_vocab_size, vocab)
     return Eagle3Draft.from_target(target, draft_vocab_size=size, token_counts=counts, tokenizer=tokenizer)

@@ -29,6 +29,7 @@ from gto_hf.gto import (
 from gto_hf.lora import Reference
 from gto_hf.tree import TreeConfig
 
+from .frozen import reference_memory
 from .gto_config import GTOConfig
 from .logs import log_groups, log_trees
 from .sums import Sums
@@ -174,3 +175,17 @@ class WholeTreeTerm:
     def finite(self, values: torch.Tensor, plan: TreePlan) -> torch.Tensor:
         """See [`TreeTerm.finite`]."""
         return values.detach().isfinite().all(-1)
+
+
+def tree_term(
+    args: GTOConfig,
+    tree: TreeConfig,
+    target: nn.Module,
+    eos_ids: torch.Tensor,
+    reference: Reference | None,
+    reference_hash: str | None,
+) -> TreeTerm | None:
+    """The term that the configuration asks for; None for the token loss alone."""
+    if reference is not None:
+        return GroupTerm(args, tree, target, eos_ids, reference, reference_memory(args, reference_hash, target, tree))
+    return WholeTreeTerm(args, tree, target, eos_ids) if args.gto_weight > 0 else None

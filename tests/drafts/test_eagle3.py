@@ -358,3 +358,13 @@ def test_a_relative_target_folder_is_not_stored_as_a_hub_id(llama, tmp_path, mon
     assert Eagle3Draft.from_target(llama).config.target["name_or_path"] is None
     llama.config._name_or_path = "org/llama"
     assert Eagle3Draft.from_target(llama).config.target["name_or_path"] == "org/llama"
+
+
+def test_what_a_fresh_draft_copies_is_an_option(llama):
+    drafts = {init: Eagle3Draft.from_target(llama, init=init) for init in ("target", "head", "random")}
+    head, layer = llama.lm_head.weight, llama.model.layers[-1].mlp.up_proj.weight
+    for init, draft in drafts.items():
+        assert torch.equal(draft.lm_head.weight, head) == (init != "random")
+        assert torch.equal(draft.midlayer.mlp.up_proj.weight, layer) == (init == "target")
+    with pytest.raises(ValueError, match="init='last'"):
+        Eagle3Draft.from_target(llama, init="last")

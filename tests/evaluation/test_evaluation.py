@@ -116,6 +116,7 @@ def test_regenerated_answers_are_the_same_after_an_interruption(tmp_path):
     whole = regenerate(target, tokenizer, prompts, tmp_path / "a.jsonl", **kwargs)
     assert len(whole) == 10
     text = (tmp_path / "a.jsonl").read_text()
+    (tmp_path / "b.meta").write_text((tmp_path / "a.meta").read_text())
     for cut in (0, 37, len(text) // 2, len(text) - 3):
         (tmp_path / "b.jsonl").write_text(text[:cut])
         assert regenerate(target, tokenizer, prompts, tmp_path / "b.jsonl", **kwargs) == whole
