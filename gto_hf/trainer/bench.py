@@ -10,7 +10,9 @@ for between them, which a training run does not do; a step here is therefore no 
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Iterable
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -224,9 +226,9 @@ def make_steppers(
             disable_tqdm=True,
             **{**options, **mode.options},
         )
-        trainer = GTOTrainer(
-            copy.deepcopy(reference or draft), target, args, train_dataset=dataset, processing_class=tokenizer
-        )
+        start = copy.deepcopy(draft if reference is None else reference)
+        with redirect_stdout(io.StringIO()) if made else nullcontext():  # one report of the same rows is enough
+            trainer = GTOTrainer(start, target, args, train_dataset=dataset, processing_class=tokenizer)
         if reference is not None:
             trainer.model.load_state_dict(draft.state_dict())
         made[mode.name] = Stepper(trainer, Clock(trainer.args.device))

@@ -251,7 +251,8 @@ def test_the_command_prints_tables_and_writes_everything(folders, capsys):
     out = folders / "bench.json"
     options = ["--num-groups", "2", "--group-size", "3", "--lengths", "24", "--reference-roots", "2"]
     tree = ["--tree-depth", "2", "--tree-top-k", "3", "--tree-total-tokens", "6"]
-    assert main([*command(folders, *options, *tree), "--output", str(out)]) == 0
+    half = ["--dtype", "bfloat16"]  # the default
+    assert main([*command(folders, *options, *tree, *half), "--output", str(out)]) == 0
     printed = capsys.readouterr().out
     for part in (*PARTS, "other"):
         assert f"| {part} % |" in printed
@@ -265,7 +266,7 @@ def test_the_command_prints_tables_and_writes_everything(folders, capsys):
         assert len(entry["steps"]) == 2 and all(set(s["parts"]) == set(PARTS) for s in entry["steps"])
         assert sum(entry["figures"]["shares"].values()) == pytest.approx(1) and entry["peak_memory"] > 0
     assert [len(entry["rounds"]) for entry in data["naive"]] == [2]
-    assert all(entry["figures"]["largest difference"] < 1e-5 for entry in data["naive"])
+    assert data["naive"][0]["figures"]["largest difference"] < 0.05
     assert f"| 24 | {PHASE_II} |" in printed
 
 
