@@ -26,9 +26,12 @@ def main(argv: list[str] | None = None) -> int:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     defaults = {"formatter_class": argparse.ArgumentDefaultsHelpFormatter}
-    bench = commands.add_parser(
-        "bench", help="speed of trees, chains and plain generate, and what limits it", **defaults
+    bench = commands.add_parser("bench", help="where the time of decoding or of training goes")
+    benches = bench.add_subparsers(dest="what", required=True, metavar="{decode,train}")
+    decode = benches.add_parser(
+        "decode", help="speed of trees, chains and plain generate, and what limits it", **defaults
     )
+    benches.add_parser("train", help="cost of a training step in both phases", add_help=False)
     check = commands.add_parser("check", help="test a target and a draft on this machine", **defaults)
     regenerate = commands.add_parser("regenerate", help="let a target write the answers to train on", **defaults)
     draw = commands.add_parser("draw", help="draw a tree that a draft proposed", **defaults)
@@ -37,12 +40,16 @@ def main(argv: list[str] | None = None) -> int:
         from gto_hf.trainer.script import main as train
 
         return _report(lambda: train(argv[1:]))
+    if argv[:2] == ["bench", "train"]:  # its parser is in the trainer's folder, which imports TRL
+        from gto_hf.trainer.bench_script import main as bench_train
+
+        return _report(lambda: bench_train(argv[2:]))
     from gto_hf.data import regenerate_script
     from gto_hf.evaluation import script
     from gto_hf.evaluation import tools_script as tools
 
     script.add_arguments(evaluate)
-    tools.add_bench_arguments(bench)
+    tools.add_bench_arguments(decode)
     tools.add_check_arguments(check)
     tools.add_draw_arguments(draw)
     regenerate_script.add_arguments(regenerate)

@@ -150,13 +150,13 @@ def settings(args: argparse.Namespace, questions: list[Question], trees: dict[st
         "max new tokens": args.max_new_tokens,
         "seed": args.seed,
         "threads": torch.get_num_threads(),
-        "machine": _machine(),
+        "machine": machine(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
 
 
-def _machine() -> str:
+def machine() -> str:
     """Accelerator or processor name."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()

@@ -25,8 +25,7 @@ from .script import add_model_arguments, load_models, positive, question_sets, s
 
 
 def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `gto-hf bench`."""
-    parser.add_argument("what", choices=["decode"], help="what to measure")
+    """Declare the options of `gto-hf bench decode`."""
     add_model_arguments(parser)
     parser.add_argument(
         "--questions", type=positive, default=30, help="first turns of how many questions, spread over the sets"
