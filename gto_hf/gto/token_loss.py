@@ -9,6 +9,7 @@ released code's.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -68,6 +69,7 @@ def token_loss(
     skip_unsayable: bool = True,
     objective: str = "kl",
     elements: int = LOSS_ELEMENTS,
+    largest: Callable[[int], int] = int,
 ) -> TokenLoss:
     """
     Loss between draft and target distributions at every unrolled step; with `"kl"` the soft cross-entropy `-sum p log q`.
@@ -83,6 +85,8 @@ def token_loss(
             outside the draft's vocabulary (EAGLE-3's position mask).
         objective (`str`, *optional*, defaults to `"kl"`): One of [`TOKEN_OBJECTIVES`].
         elements (`int`, *optional*): Draft logits that exist at a time. Bounds memory, changes no result.
+        largest (`Callable`, *optional*): The largest of a number over all ranks that must call the head equally often, because
+            it is split over them. By default every rank stands alone.
     """
     steps, kept = len(features), draft.kept_ids
     # One entry per taught slot, with the root that each step has there: the target's side is made once for all steps.
@@ -93,9 +97,9 @@ def token_loss(
     column[:, slots:] = -1
     row, slot = (_taught(roots, supervised, slots)).nonzero(as_tuple=True)
     outputs = torch.stack(features)
-    size = max(1, elements // (steps * len(kept)))
-    # At least one, so that a batch that teaches nothing still reaches every parameter.
-    parts = [(row[i : i + size], slot[i : i + size]) for i in range(0, max(len(row), 1), size)]
+    # At least one part, so that a batch that teaches nothing still reaches every parameter.
+    count = largest(max(1, -(-len(row) * steps * len(kept) // elements)))
+    parts = list(zip(row.tensor_split(count), slot.tensor_split(count), strict=True))
 
     def part(outputs: torch.Tensor, row: torch.Tensor, slot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Loss of each row `(B,)` and right answers of each step."""

@@ -52,7 +52,7 @@ from .load import (
 )
 from .logs import log_tokens, logged_names
 from .nonfinite import check_gradient, explain_nonfinite_trees, nonfinite_loss
-from .place import is_split, largest_over_ranks, place_target, whole_if_split
+from .place import is_split, largest_over_ranks, place_target
 from .push import AdapterPushCallback
 from .report import ReportCallback
 from .resume import ResumableTrainer
@@ -315,7 +315,7 @@ class GTOTrainer(ResumableTrainer):
             decay=self.args.ttt_decay,
             skip_unsayable=self.args.skip_unsayable,
             objective=self.args.token_objective,
-            **whole_if_split(self),
+            largest=partial(largest_over_ranks, self),
         )
         with self.accelerator.autocast():
             plan = self._plan(unwrapped, draft, reading, groups, valid) if with_groups else None

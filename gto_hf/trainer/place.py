@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -23,11 +22,6 @@ def largest_over_ranks(trainer: Any, number: int) -> int:
     if not is_split(trainer):
         return number
     return int(trainer.accelerator.gather(torch.tensor([number], device=trainer.accelerator.device)).max())
-
-
-def whole_if_split(trainer: Any) -> dict[str, int]:
-    """Options of the token loss: in one part where all ranks must call the draft's head equally often."""
-    return {"elements": sys.maxsize} if is_split(trainer) else {}
 
 
 def place_target(target: nn.Module, trainer: Any) -> nn.Module:
