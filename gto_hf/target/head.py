@@ -44,10 +44,14 @@ class LogitHead:
     def rows(self, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Logits `(n, len(ids))` of some tokens only; cheap where the head is a plain matrix."""
         module = self.module
-        if type(module) is not nn.Linear or module.weight.shape[0] < len(ids) or not module.weight.is_floating_point():
+        weight = getattr(module, "weight", None)
+        # Quantized, split and offloaded weights are read by their module alone, and hooks may change what it gives.
+        plain = type(module) is nn.Linear and type(weight) is nn.Parameter and weight.is_floating_point()
+        hooked = bool(module._forward_hooks or module._forward_pre_hooks)
+        if not plain or hooked or weight.device != hidden.device or weight.shape[0] != self.vocab_size:
             return self(hidden).index_select(-1, ids)
         bias = None if module.bias is None else module.bias[ids]
-        return self._finish(nn.functional.linear(hidden, module.weight[ids], bias))
+        return self._finish(nn.functional.linear(hidden, weight[ids], bias))
 
     def _finish(self, logits: torch.Tensor) -> torch.Tensor:
         logits = logits if self.scale == 1.0 else logits * self.scale
