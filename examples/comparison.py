@@ -18,7 +18,7 @@ Acceptance is that of decoding: the target's answers are written once, greedily 
 
 import argparse
 import json
-import math
+import os
 import random
 import time
 from pathlib import Path
@@ -27,13 +27,13 @@ import torch
 from datasets import Dataset
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
-from transformers.trainer_utils import get_last_checkpoint
 
 from gto_hf import AutoDraft, Eagle3Draft, GTOConfig, GTOTrainer, TreeConfig, count_tokens
 from gto_hf.data import load_jsonl, render_prompt
 from gto_hf.evaluation import Text, load_questions, read_texts, replay, spread
 from gto_hf.quickstart import Budget, load_rows, load_target
 from gto_hf.target import text_config
+from gto_hf.trainer.resume import checkpoints, problem
 
 
 # ---------------------------------------------------------------- the budget, fixed before the first run
@@ -215,7 +215,7 @@ class Comparison:
             "report_to": "none",
         }
         data = Dataset.from_list([{key: row[key] for key in ("input_ids", "labels")} for row in self.rows])
-        clock = Clock()
+        clock = Clock(folder / "seconds.json")
         trainer = GTOTrainer(
             draft,
             self.target,
@@ -224,14 +224,16 @@ class Comparison:
             processing_class=self.tokenizer,
             callbacks=[clock],
         )
-        trainer.train(resume_from_checkpoint=get_last_checkpoint(folder) if folder.is_dir() else None)
+        # Unfinished checkpoints are skipped; a run that left nothing else starts again.
+        complete = [path for path in checkpoints(str(folder)) if problem(path, []) is None]
+        trainer.train(resume_from_checkpoint=True if complete else None)
         trainer.save_model()
         log = {
             "seconds_per_step": clock.per_step(),
             "steps": trainer.state.global_step,
             "log": trainer.state.log_history,
         }
-        (folder / "log.json").write_text(json.dumps(log, indent=1), encoding="utf-8")
+        write(folder / "log.json", json.dumps(log, indent=1))
 
     # ------------------------------------------------------------ measuring
     def answers(self) -> dict[str, list[tuple[str, Text]]]:
@@ -241,15 +243,15 @@ class Comparison:
         for temperature in (0, 1):
             path = self.output / f"answers-T{temperature}.jsonl"
             if not path.exists():
-                lines = self.write(questions, temperature)
-                path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+                lines = self.answer(questions, temperature)
+                write(path, "".join(json.dumps(line) + "\n" for line in lines))
             rows = load_jsonl(path)
             texts = [(row["set"], Text(row["tokens"], row["prompt"])) for row in rows]
             found[f"T={temperature}"] = [(name, text) for name, text in texts if len(text.tokens) > text.prompt + 1]
         return found
 
     @torch.inference_mode()
-    def write(self, questions: list, temperature: int) -> list[dict]:
+    def answer(self, questions: list, temperature: int) -> list[dict]:
         """Answers in batches of similar length."""
         prompts = [render_prompt(self.tokenizer, q.messages(0, [])) for q in questions]
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
@@ -291,7 +293,7 @@ class Comparison:
                 "rounds": [r.statistics.rounds for r in replays],
                 "everywhere": 1 + sum(accepted) / len(accepted),
             }
-        path.write_text(json.dumps(found), encoding="utf-8")
+        write(path, json.dumps(found))
         return found
 
     def read(self, draft, key: str, texts: list[Text]) -> list:
@@ -305,8 +307,9 @@ class Comparison:
 class Clock(TrainerCallback):
     """Median seconds of a step: an interruption or a busy moment does not count."""
 
-    def __init__(self) -> None:
-        self.steps: list[float] = []
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.steps: list[float] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
 
     def on_step_begin(self, args, state, control, **kwargs) -> None:
         self.start = time.perf_counter()
@@ -314,8 +317,18 @@ class Clock(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs) -> None:
         self.steps.append(time.perf_counter() - self.start)
 
+    def on_save(self, args, state, control, **kwargs) -> None:
+        write(self.path, json.dumps(self.steps))
+
     def per_step(self) -> float:
-        return sorted(self.steps)[len(self.steps) // 2] if self.steps else math.nan
+        return sorted(self.steps)[len(self.steps) // 2]
+
+
+def write(path: Path, text: str) -> None:
+    """A file that is whole or not there: a run may be killed at any moment."""
+    part = path.with_suffix(".part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)
 
 
 def spent(folder: Path) -> float:

@@ -39,6 +39,11 @@ def read_config(source: str, **hub: Any) -> dict[str, Any]:
             break
     else:
         raise DraftCheckpointError(f"`{source}` has no `config.json`, so it is not a draft.")
+    if name == "config.json" and os.path.isdir(source) and _fetch(source, "adapter_config.json", hub) is not None:
+        raise DraftCheckpointError(
+            f"`{source}` holds a whole draft and an adapter, and nothing says which of them is meant. Move the adapter "
+            "(`adapter_config.json`, `adapter_model.safetensors`) to a folder of its own."
+        )
     try:
         config = json.loads(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:

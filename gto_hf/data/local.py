@@ -105,7 +105,7 @@ class LocalTarget:
         end = next((i for i, token in enumerate(new) if token in self._ends), None)
         if end is not None:
             return new[: end + 1]
-        while "stop_strings" in self.fields and new and new[-1] == self._pad:
+        while "stop_strings" in self.fields and len(new) > 1 and new[-1] == self._pad:
             new = new[:-1]
         return new
 

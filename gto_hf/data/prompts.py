@@ -15,7 +15,15 @@ from typing import Any
 
 
 OWN = "own"
-SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}
+SPEAKERS = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+}
 # What an output row or the trainer gives a meaning of its own; such columns of a prompt row are not carried over.
 RESERVED = {
     "id", "question_id", "prompt", "turns", "messages", "conversations", "system", "completion", "text", "ids", "answer",
@@ -195,7 +203,9 @@ def conversation(row: Any, seen: Counter[str], *, rewrite: bool = True) -> Conve
             asks[-1].append(message)
     key = row.get("id", row.get("question_id"))
     if key is None or isinstance(key, (dict, list)):
-        key = hashlib.sha256(json.dumps(asks, sort_keys=True, ensure_ascii=False).encode()).hexdigest()[:16]
+        key = hashlib.sha256(json.dumps(asks, sort_keys=True, ensure_ascii=False, default=str).encode()).hexdigest()[
+            :16
+        ]
     key = _unique(str(key), seen)
     extra = {name: value for name, value in row.items() if name not in RESERVED and value is not None}
     found = Conversation(key, tuple(map(tuple, asks)), extra)

@@ -28,7 +28,7 @@ def load_jsonl(path: str | PathLike) -> list[dict[str, Any]]:
     """
     rows = []
     # Not `splitlines`: it also cuts at U+2028 and its like, which JSON allows within strings.
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), 1):
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8-sig").split("\n"), 1):
         if not line.strip():
             continue
         try:

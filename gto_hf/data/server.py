@@ -151,7 +151,7 @@ class ServerTarget:
     def _send(self, path: str, body: dict[str, Any] | None, retries: int | None = None) -> dict[str, Any]:
         """One request with its retries; the reply as JSON."""
         retries = self._retries if retries is None else retries
-        data = None if body is None else json.dumps(body).encode()
+        data = None if body is None else json.dumps(body, default=str).encode()
         for attempt in range(retries + 1):
             pause = min(self._pause * 2**attempt, LONGEST_PAUSE)
             try:

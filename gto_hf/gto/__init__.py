@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Group Tree Optimization without a trainer (level 4): groups, trees of a sequence, rewards, objective."""
 
-from .features import FeatureStore
+from .features import FeatureStore, row_spans
 from .groups import count_groups, padded_positions, roots_of, row_generators, sample_groups, supervised_targets
 from .memory import ReferenceMemory
 from .objective import GroupLoss, group_advantages, gto_loss
@@ -46,6 +46,7 @@ __all__ = [
     "read_target",
     "roots_of",
     "row_key",
+    "row_spans",
     "row_generators",
     "sample_groups",
     "score_trees",

@@ -7,10 +7,11 @@ Only the token loss can do without the target: trees hang on its keys and values
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from gto_hf.drafts import DraftModel
-from gto_hf.target import LogitHead
+from gto_hf.target import LogitHead, text_config
 
 from .reading import Readout, TargetReading
 from .sequences import Sequences
@@ -34,13 +35,17 @@ class FeatureStore:
         self.head: LogitHead | None = None  # known from the first reading on
 
     @staticmethod
-    def bytes_per_token(draft: DraftModel, dtype: torch.dtype) -> int:
+    def bytes_per_token(layers: list[int], target: Any) -> int:
         """Size on disk of one token of a row: features, last hidden state, most likely token and normaliser."""
-        width = (len(draft.config.feature_layers) + 1) * draft.config.target_hidden_size
-        return width * dtype.itemsize + 8
+        return (len(layers) + 1) * text_config(target).hidden_size * target.dtype.itemsize + 8
 
-    def keep(self, reading: TargetReading) -> TargetReading:
-        """Store the rows of a reading; returns it with what was computed for that."""
+    def keep(self, reading: TargetReading, spans: torch.Tensor) -> TargetReading:
+        """
+        Store the rows of a reading; returns it with what was computed for that.
+
+        Args:
+            spans (`torch.LongTensor` of shape `(B, 2)`): See [`row_spans`].
+        """
         readout, sequences = reading.readout, reading.sequences
         if readout.head is None:
             raise ValueError(
@@ -49,66 +54,74 @@ class FeatureStore:
             )
         self.head = readout.head
         batch, width = readout.states.shape[:2]
-        top = torch.empty(batch, width, dtype=torch.long, device=readout.states.device)
-        normaliser = torch.empty(batch, width, dtype=torch.float32, device=readout.states.device)
-        slots = torch.arange(readout.first, readout.last, device=readout.states.device)
-        for b in range(batch):
-            for some in slots.split(_POSITIONS):
+        top = torch.zeros(batch, width, dtype=torch.long, device=readout.states.device)
+        normaliser = torch.zeros(batch, width, dtype=torch.float32, device=readout.states.device)
+        for b, (start, end) in enumerate(spans.tolist()):
+            for some in torch.arange(start, end, device=readout.states.device).split(_POSITIONS):
                 logits = readout.logits(torch.full_like(some, b), some)
                 top[b, some - readout.first] = logits.max(-1).indices  # on CPUs several times faster than argmax
                 normaliser[b, some - readout.first] = logits.float().logsumexp(-1)
             valid = sequences.valid[b]
-            own = valid[readout.first : readout.last]
-            before = int(valid[: readout.first].sum())
+            own = slice(start - readout.first, end - readout.first)
             self.store.put(
                 row_key(sequences.input_ids[b][valid]),
                 {
                     "features": sequences.features[b][valid],
-                    "states": readout.states[b][own],
-                    "top": top[b][own].int(),
-                    "normaliser": normaliser[b][own],
-                    "first": torch.tensor([before]),
+                    "states": readout.states[b, own],
+                    "top": top[b, own].int(),
+                    "normaliser": normaliser[b, own],
+                    "first": valid[:start].sum()[None],
                 },
             )
         known = Readout(readout.states, readout.head, readout.vocab_size, readout.first, top, normaliser)
         return TargetReading(sequences, known, reading.cache)
 
     def read(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, first: int, last: int
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, first: int, last: int, spans: torch.Tensor
     ) -> TargetReading | None:
         """
-        A batch as it was stored, with logits at slots `first .. last - 1`; None if a row is missing or was stored for less.
+        A batch as it was stored, with logits at each row's own slots; None if a row is missing or was stored for other ones.
 
         Args:
             input_ids, attention_mask (`torch.LongTensor` of shape `(B, T)`): The batch.
+            first, last (`int`): Slots from the first to the last that any row needs.
+            spans (`torch.LongTensor` of shape `(B, 2)`): See [`row_spans`].
         """
         valid, device = attention_mask.bool(), input_ids.device
         rows = []
-        for ids, own in zip(input_ids, valid, strict=True):
+        for ids, own, (start, end) in zip(input_ids, valid, spans.tolist(), strict=True):
             row = self.store.get(row_key(ids[own]))
-            before = int(own[:first].sum())
-            wanted = int(own[first:last].sum())
             if row is None or self.head is None:
                 return None
-            offset = before - int(row["first"])
-            if offset < 0 or offset + wanted > len(row["states"]):
+            if int(row["first"]) != int(own[:start].sum()) or len(row["states"]) != end - start:
                 return None
-            rows.append((row, offset, wanted))
+            rows.append(row)
         batch, length = input_ids.shape
-        some = rows[0][0]
-        features = some["features"].new_zeros(batch, length, some["features"].shape[-1], device=device)
-        states = some["states"].new_zeros(batch, last - first, some["states"].shape[-1], device=device)
+        features = rows[0]["features"].new_zeros(batch, length, rows[0]["features"].shape[-1], device=device)
+        states = rows[0]["states"].new_zeros(batch, last - first, rows[0]["states"].shape[-1], device=device)
         top = torch.zeros(batch, last - first, dtype=torch.long, device=device)
         normaliser = torch.zeros(batch, last - first, device=device)
-        for b, (row, offset, wanted) in enumerate(rows):
+        for b, (row, (start, end)) in enumerate(zip(rows, spans.tolist(), strict=True)):
             features[b, valid[b]] = row["features"].to(device)
-            here = valid[b, first:last]
-            part = slice(offset, offset + wanted)
             for name, into in (("states", states), ("top", top), ("normaliser", normaliser)):
-                into[b, here] = row[name][part].to(device, into.dtype)
+                into[b, start - first : end - first] = row[name].to(device, into.dtype)
         position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)
         return TargetReading(
             Sequences(input_ids, features, valid, position_ids),
             Readout(states, self.head, self.head.vocab_size, first, top, normaliser),
             None,
         )
+
+
+def row_spans(roots: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    """
+    `(B, 2)` int64: first root of each row and the slot after its last one; equal where a row has none.
+
+    Args:
+        roots, real (`(B, n)`): See [`padded_positions`].
+    """
+    big = torch.iinfo(torch.long).max
+    start, end = roots.masked_fill(~real, big).amin(1), roots.masked_fill(~real, -1).amax(1) + 1
+    none = ~real.any(1)
+    lowest = roots[real].min() if bool(real.any()) else roots.new_tensor(1)
+    return torch.stack([torch.where(none, lowest, start), torch.where(none, lowest, end)], dim=1)

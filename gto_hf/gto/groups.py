@@ -9,7 +9,9 @@ from collections.abc import Sequence
 import torch
 
 
-def supervised_targets(labels: torch.Tensor, input_ids: torch.Tensor, eos_ids: torch.Tensor) -> torch.Tensor:
+def supervised_targets(
+    labels: torch.Tensor, input_ids: torch.Tensor, eos_ids: torch.Tensor, valid: torch.Tensor | None = None
+) -> torch.Tensor:
     """
     Positions whose token a draft is asked to predict.
 
@@ -20,12 +22,14 @@ def supervised_targets(labels: torch.Tensor, input_ids: torch.Tensor, eos_ids: t
         labels (`torch.LongTensor` of shape `(B, T)`): -100 where not supervised; unshifted, as collators give them.
         input_ids (`torch.LongTensor` of shape `(B, T)`): Tokens.
         eos_ids (`torch.LongTensor` of shape `(E,)`): The target's end-of-sequence ids.
+        valid (`torch.BoolTensor` of shape `(B, T)`, *optional*): False for padding, on either side; none by default.
 
     Returns:
         `torch.BoolTensor` of shape `(B, T)`.
     """
     wanted = labels != -100
-    wanted[:, :2] = False
+    valid = torch.ones_like(wanted) if valid is None else valid.bool()
+    wanted &= valid & (valid.cumsum(1) > 2)
     wanted[:, 1:] &= ~torch.isin(input_ids[:, :-1], eos_ids)
     return wanted
 

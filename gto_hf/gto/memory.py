@@ -29,34 +29,54 @@ class ReferenceMemory:
     def __init__(self, store: RowStore) -> None:
         self.store = store
 
-    def recall(self, sequences: Sequences, roots: torch.Tensor) -> tuple[DraftTree, TreeScores] | None:
-        """Trees at roots `(B, n)` and their scores, if they are known for every sequence with exactly these roots."""
-        found = []
-        for b, positions in enumerate(sequences.position_ids.gather(1, roots).int().cpu()):
+    def recall(
+        self, sequences: Sequences, roots: torch.Tensor, keep: torch.Tensor
+    ) -> tuple[DraftTree, TreeScores] | None:
+        """
+        Trees at roots `(B, n)` and their scores, if those of every sequence are known.
+
+        Args:
+            keep (`torch.BoolTensor` of shape `(B, n)`): Roots that count. Trees of the others are the root alone.
+        """
+        found = {}
+        for b in keep.any(1).nonzero()[:, 0].tolist():
             row = self.store.get(self._key(sequences, b))
-            if row is None or not torch.equal(row["roots"], positions):
+            if row is None or not torch.equal(row["roots"], self._positions(sequences, roots, keep, b)):
                 return None
-            found.append(row)
+            found[b] = row
+        if not found:
+            return None
+        width = next(iter(found.values()))["tokens"].shape[1]
 
-        def joined(name: str, dtype: torch.dtype) -> torch.Tensor:
-            return torch.cat([row[name] for row in found]).to(roots.device, dtype)
+        def joined(name: str, fill: torch.Tensor) -> torch.Tensor:
+            values = fill[..., None].repeat(1, 1, width)
+            for b, row in found.items():
+                values[b, keep[b]] = row[name].to(values.device, values.dtype)
+            return values.flatten(0, 1)
 
-        tokens, parents, depths = (joined(name, torch.long) for name in ("tokens", "parents", "depths"))
-        tree = DraftTree(tokens, parents, depths, joined("scores", torch.float32))
-        return tree, TreeScores(joined("log_probs", torch.float32), joined("choices", torch.long))
+        zeros = torch.zeros_like(roots)
+        tokens = joined("tokens", sequences.input_ids.gather(1, roots))
+        tree = DraftTree(tokens, joined("parents", zeros), joined("depths", zeros), joined("scores", zeros.float()))
+        return tree, TreeScores(joined("log_probs", zeros.float()), joined("choices", zeros - 1))
 
     def _key(self, sequences: Sequences, b: int) -> str:
         return row_key(sequences.input_ids[b][sequences.valid[b]])
 
-    def remember(self, sequences: Sequences, roots: torch.Tensor, trees: DraftTree, scores: TreeScores) -> None:
-        """Keep trees of `B * n` rows at roots `(B, n)` with their scores."""
-        batch, count = roots.shape
-        for b in range(batch):
-            here = slice(b * count, (b + 1) * count)
+    @staticmethod
+    def _positions(sequences: Sequences, roots: torch.Tensor, keep: torch.Tensor, b: int) -> torch.Tensor:
+        return sequences.position_ids[b].gather(0, roots[b][keep[b]]).int().cpu()
+
+    def remember(
+        self, sequences: Sequences, roots: torch.Tensor, keep: torch.Tensor, trees: DraftTree, scores: TreeScores
+    ) -> None:
+        """Keep trees of `B * n` rows at roots `(B, n)` with their scores; only those that count."""
+        count = roots.shape[1]
+        for b in keep.any(1).nonzero()[:, 0].tolist():
+            here = keep[b].nonzero()[:, 0] + b * count
             self.store.put(
                 self._key(sequences, b),
                 {
-                    "roots": sequences.position_ids[b].gather(0, roots[b]).int(),
+                    "roots": self._positions(sequences, roots, keep, b),
                     "tokens": trees.tokens[here].int(),
                     "parents": trees.parents[here].short(),
                     "depths": trees.depths[here].short(),

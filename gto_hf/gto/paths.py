@@ -47,10 +47,10 @@ def path_log_probs(
     longest = paths.shape[1]
     if longest == 0:
         return root_features.sum(-1).float() * 0
-    features = steps.unroll(root_features, paths[:, : longest - 1])
-    logits = draft.head(torch.stack(features, dim=1))
+    features = torch.stack(steps.unroll(root_features, paths[:, : longest - 1]), dim=1)
+    row, column = (torch.arange(longest, device=lengths.device) < lengths[:, None]).nonzero(as_tuple=True)
+    logits = draft.head(features[row, column])  # most paths are short, so few of all places count
     log_probs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-    ids = draft.to_draft_ids(paths[:, :longest]).clamp(min=0)
-    token_log_probs = log_probs.gather(-1, ids[..., None])[..., 0]
-    counted = torch.arange(longest, device=lengths.device) < lengths[:, None]
-    return token_log_probs.masked_fill(~counted, 0).sum(1)
+    ids = draft.to_draft_ids(paths[row, column]).clamp(min=0)
+    said = log_probs.gather(-1, ids[:, None])[:, 0]
+    return said.new_zeros(len(paths)).index_add(0, row, said)

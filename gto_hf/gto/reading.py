@@ -61,7 +61,8 @@ class Readout:
             some = self._unmixed(self.head.rows, self.states[row, column], ids)
             return some, self.normaliser[row, column], self.top[row, column]
         logits = self.logits(row, slot)
-        some = logits if len(ids) == logits.shape[-1] else logits.index_select(-1, ids)
+        whole = len(ids) == logits.shape[-1] and torch.equal(ids, torch.arange(len(ids), device=ids.device))
+        some = logits if whole else logits.index_select(-1, ids)
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return some, wide.logsumexp(-1), logits.max(-1).indices  # on CPUs faster than argmax
 

@@ -111,7 +111,7 @@ def score_trees(
     values = _Values(trie, device, teach)
     for tree, own, some in zip(trees, trie.ids, known, strict=True):
         if some is not None:
-            values.learn(tree, own, some)
+            values.learn(tree, own, some, keep)
     needed = _needed(trie, trees, known, values)
     _read_text(trie, ids, readout, values, temperature, sample)
     groups = chunks(trie, batch, max_nodes, needed)
@@ -152,11 +152,11 @@ class _Values:
         logits, normaliser = (torch.cat(parts) for parts in zip(*self.kept, strict=True))
         return NodeTeacher(self.row[ids], logits, normaliser)
 
-    def learn(self, tree: DraftTree, ids: torch.Tensor, known: TreeScores) -> None:
-        """Scores of trees with node `ids` `(R, N + 1)` that were known before."""
-        inner = ~tree.leaves()  # the choice after a leaf was never read
+    def learn(self, tree: DraftTree, ids: torch.Tensor, known: TreeScores, keep: torch.Tensor) -> None:
+        """Scores of trees with node `ids` `(R, N + 1)` that were known before; of those that `keep` `(R,)`."""
+        inner = ~tree.leaves() & keep[:, None]  # the choice after a leaf was never read
         self.write_choices(ids[inner], known.choices[inner])
-        self.write_log_probs(ids[:, 1:].flatten(), known.node_log_probs[:, 1:].flatten())
+        self.write_log_probs(ids[keep, 1:].flatten(), known.node_log_probs[keep, 1:].flatten())
 
     def write_log_probs(self, ids: torch.Tensor, values: torch.Tensor) -> None:
         """Write what is not there yet."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from gto_hf.drafts import DraftModel
 from gto_hf.tree import DraftTree, TreeConfig
@@ -115,7 +116,9 @@ def plan_groups(
         own = SequencePrefix(draft, sequences).grow(roots, tree)
         with as_reference():
             reference_prefix = SequencePrefix(reference, sequences)
-        others, known = _reference_trees(memory, reference_prefix, as_reference, sequences, roots, tree)
+        others, known = _reference_trees(
+            memory, reference_prefix, as_reference, sequences, roots, kept_roots.view_as(roots), tree
+        )
 
     # Draft and reference trees share one trie: equal nodes get equal bits, so rounding in half precision cannot pass for a
     # difference in reward.
@@ -136,7 +139,7 @@ def plan_groups(
             largest=largest,
         )
     if memory is not None and known is None:
-        memory.remember(sequences, roots, others, reference_scores)
+        memory.remember(sequences, roots, kept_roots.view_as(roots), others, reference_scores)
 
     def judge(trees: DraftTree, scores: TreeScores) -> tuple[torch.Tensor, torch.Tensor]:
         probs = prefix_probs(trees, scores.node_log_probs)
@@ -147,7 +150,8 @@ def plan_groups(
     reference_rewards, reference_expected = judge(others, reference_scores)
     paths, lengths = accepted_paths(own, scores.choices)
     lengths = lengths * kept_roots
-    paths = paths[:, : largest(int(lengths.max()))]
+    longest = largest(int(lengths.max()))  # ranks that share a draft unroll equally far
+    paths = F.pad(paths, (0, max(0, longest - paths.shape[1])))[:, :longest]
     with phase("paths"), as_reference():
         steps, features = reference_prefix.at(roots)
         reference_log_probs = path_log_probs(steps, features, paths, lengths).view(len(keep), -1)[keep]
@@ -198,10 +202,11 @@ def _reference_trees(
     as_reference: Callable[[], AbstractContextManager],
     sequences: Sequences,
     roots: torch.Tensor,
+    keep: torch.Tensor,
     tree: TreeConfig,
 ) -> tuple[DraftTree, TreeScores | None]:
     """M0's trees at `roots`: remembered with their scores, or grown."""
-    recalled = None if memory is None else memory.recall(sequences, roots)
+    recalled = None if memory is None else memory.recall(sequences, roots, keep)
     if recalled is not None:
         return recalled
     with as_reference():

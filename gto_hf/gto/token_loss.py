@@ -121,7 +121,7 @@ def token_loss(
             correct = (right & (best >= 0) & counted).sum(1)
         return each.new_zeros(batch).index_add(0, row, each), correct
 
-    total = (outputs.sum((0, 2, 3)) * 0).to(torch.promote_types(outputs.dtype, torch.float32))
+    total = outputs[..., 0].to(torch.promote_types(outputs.dtype, torch.float32)).sum((0, 2)) * 0
     correct = torch.zeros(steps, dtype=torch.long, device=roots.device)
     for row, slot in parts:
         if len(parts) == 1:

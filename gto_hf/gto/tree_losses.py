@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from gto_hf.drafts import DraftModel
 from gto_hf.tree import DraftTree, TreeConfig
@@ -23,6 +24,7 @@ from .reading import Readout
 from .rewards import expected_acceptance, prefix_probs
 from .scoring import NodeTeacher, score_trees
 from .sequences import SequencePrefix, Sequences
+from .token_loss import LOSS_ELEMENTS
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ def plan_trees(
     ended = torch.isin(trees.tokens, eos_ids)
     ended[:, 0] = False
     missing = ~keep.repeat_interleave(groups.shape[-1])[:, None]
-    index = teacher.index.masked_fill(ended | trees.leaves() | missing, -1)
+    index = teacher.index.masked_fill(ended | trees.leaves() | missing | (probs == 0), -1)
     return TreePlan(
         roots=roots,
         valid=keep,
@@ -176,36 +178,79 @@ def tree_loss(prefix: SequencePrefix, plan: TreePlan, objective: str = "tree_kl"
     wanted = plan.teacher.index >= 0
     outputs, place = node_features(prefix, plan.roots, trees, wanted)
     row, column = wanted.nonzero(as_tuple=True)
-    logits = draft.head(outputs[row, place[row, column]])
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if len(row) == 0:
+        return outputs.float().sum((1, 2)) * 0
+    features = outputs[row, place[row, column]]
     number = plan.teacher.index[row, column]
-    teacher = plan.teacher.logits[number].to(logits.dtype)
-    weight = plan.probs[row, column].to(logits.dtype)
-    with torch.autocast(logits.device.type, enabled=False):  # sums over a vocabulary need float32
-        if objective == "tree_kl":
-            value = kl(logits, teacher, plan.teacher.normaliser[number])
-        else:
-            log_probs = logits.log_softmax(-1)
-            at = torch.full_like(trees.parents, -1)
-            at[row, column] = torch.arange(len(row), device=row.device)
-            scores = _path_scores(draft, trees, log_probs, at)[row, column][:, None] + log_probs
-            # A child must be among its parent's first, and as likely as the last node that was kept.
-            last = scores.detach().topk(plan.top_k).values[:, -1]
-            cut = torch.maximum(last, trees.scores.amin(1).to(logits.dtype)[row])
-            chance = ((scores - cut[:, None]) / beta).sigmoid()
-            wanted_probs = (teacher - plan.teacher.normaliser[number].to(logits.dtype)[:, None]).exp()
-            value = -torch.linalg.vecdot(wanted_probs, chance)
-        return value.new_zeros(len(trees.tokens)).index_add(0, row, value * weight)
+    if objective == "tree_kl":
+
+        def part(features: torch.Tensor, some: torch.Tensor) -> torch.Tensor:
+            logits, teacher, normaliser = _logits(draft, features, plan.teacher, number[some])
+            with torch.autocast(logits.device.type, enabled=False):  # sums over a vocabulary need float32
+                return kl(logits, teacher, normaliser)
+    else:
+        paths = _path_scores(draft, trees, features, row, column)[row, column]
+        lowest = trees.scores.amin(1)[row]
+
+        def part(features: torch.Tensor, some: torch.Tensor) -> torch.Tensor:
+            logits, teacher, normaliser = _logits(draft, features, plan.teacher, number[some])
+            with torch.autocast(logits.device.type, enabled=False):
+                scores = paths[some, None] + logits.log_softmax(-1)
+                # A child must be among its parent's first, and as likely as the last node that was kept.
+                last = scores.detach().topk(plan.top_k).values[:, -1]
+                cut = torch.maximum(last, lowest[some].to(logits.dtype))
+                chance = ((scores - cut[:, None]) / beta).sigmoid()
+                return -torch.linalg.vecdot((teacher - normaliser[:, None]).exp(), chance)
+
+    value = _in_parts(part, features, len(draft.kept_ids))
+    weighted = value * plan.probs[row, column].to(value.dtype)
+    return value.new_zeros(len(trees.tokens)).index_add(0, row, weighted)
 
 
-def _path_scores(draft: DraftModel, trees: DraftTree, log_probs: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+def _logits(
+    draft: DraftModel, features: torch.Tensor, teacher: NodeTeacher, number: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Draft logits of nodes `(n, Vd)`, and the teacher's with their normaliser, at least in float32."""
+    logits = draft.head(features)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return logits, teacher.logits[number].to(logits.dtype), teacher.normaliser[number].to(logits.dtype)
+
+
+def _in_parts(
+    part: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], features: torch.Tensor, vocab: int
+) -> torch.Tensor:
+    """`part(features, numbers)` `(n,)` for all nodes, with the logits of a few at a time (see `LOSS_ELEMENTS`)."""
+    numbers = torch.arange(len(features), device=features.device)
+    pieces = numbers.tensor_split(max(1, -(-len(features) * vocab // LOSS_ELEMENTS)))
+    if len(pieces) == 1:
+        return part(features, numbers)
+    return torch.cat([checkpoint(part, features[some], some, use_reentrant=False) for some in pieces])
+
+
+def _path_scores(
+    draft: DraftModel, trees: DraftTree, features: torch.Tensor, row: torch.Tensor, column: torch.Tensor
+) -> torch.Tensor:
     """
-    `log M(path to node)` `(R, N + 1)` with gradient, for nodes whose parents have a row `at` `(R, N + 1)` of `log_probs`.
+    `log M(path to node)` `(R, N + 1)` with gradient, for nodes whose parents have `features` `(n, H)` at `row`, `column`.
     """
+    at = torch.full_like(trees.parents, -1)
+    at[row, column] = torch.arange(len(row), device=row.device)
     above = at.gather(1, trees.parents)
-    ids = draft.to_draft_ids(trees.tokens).clamp(min=0)
-    steps = log_probs[above.clamp(min=0), ids].masked_fill(above < 0, 0)
-    steps = torch.cat([torch.zeros_like(steps[:, :1]), steps[:, 1:]], dim=1)
+    above[:, 0] = -1
+    tree, node = (above >= 0).nonzero(as_tuple=True)
+    parent, ids = above[tree, node], draft.to_draft_ids(trees.tokens)[tree, node].clamp(min=0)
+    order = parent.argsort(stable=True)  # so that a part of the parents has a range of the children
+    tree, node, parent, ids = tree[order], node[order], parent[order], ids[order]
+
+    def part(features: torch.Tensor, some: torch.Tensor) -> torch.Tensor:
+        logits = draft.head(features)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        here = (parent >= some[0]) & (parent <= some[-1])
+        with torch.autocast(logits.device.type, enabled=False):
+            return logits[parent[here] - some[0], ids[here]] - logits.logsumexp(-1)[parent[here] - some[0]]
+
+    said = _in_parts(part, features, len(draft.kept_ids))
+    steps = said.new_zeros(trees.tokens.shape).index_put((tree, node), said)
     total, ancestor = steps, trees.parents
     for _ in range(trees.max_depth - 1):
         total = total + steps.gather(1, ancestor)

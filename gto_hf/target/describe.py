@@ -54,17 +54,15 @@ def fingerprint(target: nn.Module) -> dict[str, Any]:
 
 def weights_hash(model: nn.Module) -> str:
     """
-    A hash of the first numbers of every parameter: tells models apart, and a model from its fine-tuned self.
-
-    Adapters count only where they are not LoRA's, whose fresh ones are random and do nothing.
+    A hash of the first numbers of every parameter: tells models apart, and a model from its fine-tuned self. Of weights that
+    are elsewhere (offloaded) only name and shape count.
     """
     digest = hashlib.blake2b(digest_size=16)
     for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            continue
-        some = parameter.detach().reshape(-1)[:64].cpu().contiguous()
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
-        digest.update(some.view(torch.uint8).numpy().tobytes() if some.numel() else b"")
+        if not parameter.is_meta and parameter.numel():
+            some = parameter.detach().reshape(-1)[:64].cpu().contiguous()
+            digest.update(some.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -55,7 +55,10 @@ def without_repeats(inputs: dict[str, torch.Tensor], accelerator: Any) -> dict[s
 
 
 def switch_off_dropout(model: nn.Module) -> None:
-    """For good: draft and reference must be one function at the first step."""
+    """For good, functional dropout too: draft and reference must be one function at the first step."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
+        for name, value in vars(module).items():
+            if "dropout" in name and isinstance(value, float):
+                setattr(module, name, 0.0)

@@ -19,7 +19,7 @@ from transformers import TrainerCallback
 from transformers.utils import logging
 
 from gto_hf.drafts import DraftModel
-from gto_hf.gto import FeatureStore, ReferenceMemory, RowStore, TargetReading, read_target
+from gto_hf.gto import FeatureStore, ReferenceMemory, RowStore, TargetReading, read_target, row_spans
 from gto_hf.target import fingerprint, weights_hash
 from gto_hf.tree import TreeConfig
 
@@ -50,7 +50,7 @@ class TargetReader:
             )
         self.features: FeatureStore | None = None
         if args.features_path is not None:
-            self._announce(args.features_path, _tokens(dataset), FeatureStore.bytes_per_token(draft, target.dtype))
+            self._announce(args.features_path, _tokens(dataset), FeatureStore.bytes_per_token(self.layers, target))
             facts = {"target": _of_target(target), "feature layers": self.layers, "dtype": str(target.dtype)}
             self.features = FeatureStore(RowStore(args.features_path, facts))
 
@@ -85,27 +85,30 @@ class TargetReader:
         first = int(roots[real].min()) if bool(real.any()) else 1
         last = int(roots[real].max()) + 1 if bool(real.any()) else 2
         ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        spans = row_spans(roots, real)
         if self.features is not None and not use_cache:
-            found = self.features.read(ids, mask, first, last)
+            found = self.features.read(ids, mask, first, last, spans)
             if found is not None:
                 return found
         reading = read_target(self.target, ids, mask, self.layers, first, last, use_cache=use_cache, whole=self.split)
-        return reading if self.features is None or use_cache else self.features.keep(reading)
+        return reading if self.features is None or use_cache else self.features.keep(reading, spans)
 
 
 def reference_memory(
-    args: GTOConfig, reference_hash: str | None, target: nn.Module, tree: TreeConfig
+    args: GTOConfig, reference_hash: str | None, target: nn.Module, tree: TreeConfig, eos_ids: torch.Tensor
 ) -> ReferenceMemory | None:
     """Where M0's trees are kept, for groups on a fixed grid; None where they would not come again."""
     if args.group_positions != "grid" or args.gto_path != "greedy":
         return None
-    folder = args.reference_path or str(Path(args.output_dir) / "reference-trees")
+    folder = args.reference_path or str(Path(args.output_dir) / "_reference-trees")  # pushes leave out what starts so
     facts = {
         "reference draft": reference_hash,
         "target": _of_target(target),
         "tree": tree.to_dict(),
         "groups": [args.num_groups, args.group_size],
         "target temperature": args.target_temperature,
+        "end tokens": eos_ids.tolist(),
+        "precision": [args.bf16, args.fp16, str(target.dtype)],
     }
     return ReferenceMemory(RowStore(folder, facts))
 
@@ -133,4 +136,6 @@ def _tokens(dataset: Any) -> int | None:
 
 
 def _of_target(target: nn.Module) -> dict[str, Any]:
-    return {**fingerprint(target), "weights": weights_hash(target)}
+    active = getattr(target, "active_adapters", None)
+    adapters = [str(name) for name in active] if isinstance(active, (list, tuple)) else []
+    return {**fingerprint(target), "weights": weights_hash(target), "adapters": adapters}

@@ -204,6 +204,8 @@ class GTOTrainer(ResumableTrainer):
                 peft_config=peft_config,
                 formatting_func=formatting_func,
             )
+        if args.disable_dropout:  # that of a fresh adapter
+            switch_off_dropout(self.model)
         # SFTTrainer replaces the model's forward by one with a fused language-model head; a draft keeps its own.
         draft.__dict__.pop("forward", None)
         if own_forward is not None:
@@ -259,7 +261,7 @@ class GTOTrainer(ResumableTrainer):
                 f"`labels` have shape {tuple(labels.shape)}, `input_ids` {tuple(ids.shape)}: every row needs one label per "
                 "token, -100 where it is not trained."
             )
-        return supervised_targets(labels, ids, self._eos_ids.to(ids.device))
+        return supervised_targets(labels, ids, self._eos_ids.to(ids.device), inputs["attention_mask"])
 
     def _counts(self, inputs: dict[str, torch.Tensor]) -> tuple[int, int]:
         """Token-loss roots and groups of one micro-batch; both follow from its labels alone."""
@@ -356,7 +358,7 @@ class GTOTrainer(ResumableTrainer):
 
     def _sample_groups(self, roots: torch.Tensor, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """Groups of this micro-batch; they follow from seed, step and row, so ranks, layout and resuming change nothing."""
-        args, step = self.args, self.state.global_step
+        args, step = self.args, self.state.global_step if self.model.training else 0
         seed = hash((args.seed, step, self._micro_step, self.accelerator.process_index))
         self._generator = torch.Generator().manual_seed(seed % 2**63)  # of sampled paths
         rows = None

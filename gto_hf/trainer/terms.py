@@ -190,7 +190,7 @@ def tree_term(trainer: Any) -> TreeTerm | None:
     """
     args, tree, target, eos_ids = trainer.args, trainer.tree, trainer.target_model, trainer._eos_ids
     if trainer.reference is not None:
-        memory = None if is_split(trainer) else reference_memory(args, trainer.reference_hash, target, tree)
+        memory = None if is_split(trainer) else reference_memory(args, trainer.reference_hash, target, tree, eos_ids)
         largest = partial(largest_over_ranks, trainer)
         return GroupTerm(args, tree, target, eos_ids, trainer.reference, memory, largest)
     if args.gto_weight > 0 and is_split(trainer):

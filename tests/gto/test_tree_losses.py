@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from gto_hf.gto import SequencePrefix, plan_trees, read_target, tree_loss
+from gto_hf.gto import SequencePrefix, plan_trees, read_target, tree_loss, tree_losses
 from tests.gto.test_step import EOS_IDS, TREE, batch_of, perturbed, rows  # noqa: F401 - a fixture
 from tests.reference.naive_eagle3 import NaiveEagle3
 from tests.reference.naive_gto import node_probs, target_log_probs
@@ -51,8 +51,10 @@ def naive(target, draft, features, prefix, tree, objective, beta):
     return total
 
 
+@pytest.mark.parametrize("nodes_at_a_time", [1000, 5])
 @pytest.mark.parametrize("objective, beta", [("tree_kl", 1.0), ("membership", 1.0), ("membership", 0.3)])
-def test_a_tree_loss_is_the_sum_over_its_inner_nodes(llama, rows, objective, beta):  # noqa: F811
+def test_a_tree_loss_is_the_sum_over_its_inner_nodes(llama, rows, objective, beta, nodes_at_a_time, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(tree_losses, "LOSS_ELEMENTS", nodes_at_a_time * 48)
     draft = perturbed(tiny_draft(llama), 0.02)
     batch = batch_of(llama, rows)
     valid = torch.ones(3, 2, dtype=torch.bool)

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is kept of the frozen models' answers changes the cost of a run, not its result."""
 
+import copy
+
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 
 from gto_hf.gto import FeatureStore, RowStore
@@ -77,7 +80,7 @@ def test_the_size_is_announced_and_a_full_disk_refused(llama, draft, rows, tmp_p
     logging.get_logger("transformers").propagate = True
     make(draft, llama, rows, tmp_path / "a", gto_weight=0.0, features_path=str(tmp_path / "f"))
     tokens = sum(len(row["input_ids"]) for row in rows)
-    per_token = FeatureStore.bytes_per_token(draft, torch.float32)
+    per_token = FeatureStore.bytes_per_token(list(draft.config.feature_layers), llama)
     assert f"{tokens:,} tokens of {per_token:,} bytes" in caplog.text
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 0))
     with pytest.raises(ValueError, match="features_path.*free"):
@@ -160,3 +163,58 @@ def test_a_store_of_other_models_is_refused(tmp_path):
     RowStore(tmp_path, {"target": {"hidden_size": 8}, "tree": [1]})
     with pytest.raises(ValueError, match="hidden_size.*16.*another folder"):
         RowStore(tmp_path, {"target": {"hidden_size": 16}, "tree": [1]})
+
+
+# ---------------------------------------------------------------- rows that are not alike
+@pytest.fixture
+def uneven(rows):  # noqa: F811
+    """Prompts and answers of many lengths; one row is too short for a group."""
+    made = []
+    for i, row in enumerate(rows):
+        ids, prompt = row["input_ids"][: 24 - 2 * (i % 4)], 3 + i
+        made.append({"input_ids": ids, "labels": [-100] * prompt + ids[prompt:]})
+    made[0] = {key: values[:6] for key, values in made[0].items()}
+    return made
+
+
+def test_features_of_uneven_rows_are_read_once(llama, uneven, tmp_path):
+    """Whatever batch a row was stored in, later batches of other rows find it."""
+    options = {"gto_weight": 0.0, "num_train_epochs": 4}
+    plain = trained(tiny_draft(llama), llama, uneven, tmp_path / "a", **options)
+    calls = _Calls(llama)
+    kept = trained(tiny_draft(llama), llama, uneven, tmp_path / "b", features_path=str(tmp_path / "f"), **options)
+    assert calls.tokens <= 8 * 24 + 8  # one epoch, with padding, and the probe
+    for key, value in plain.model.state_dict().items():
+        torch.testing.assert_close(kept.model.state_dict()[key], value, atol=1e-5, rtol=1e-4, msg=key)
+
+
+def test_the_references_trees_of_uneven_rows_are_scored_once(llama, uneven, tmp_path):
+    options = {**GRID, "learning_rate": 0.0, "num_train_epochs": 4}
+    kept = trained(tiny_draft(llama), llama, uneven, tmp_path / "a", **options)
+    assert logs_with(kept, "gto/target_nodes")[1:] == [0.0, 0.0, 0.0]
+    assert logs_with(kept, "gto/advantage_abs") == [0.0] * 4
+    lengths = logs_with(kept, "accepted_length")
+    assert lengths[0] > 0 and lengths == pytest.approx([lengths[0]] * 4)
+
+
+def test_stores_of_adapted_targets_and_other_precisions_are_told_apart(llama, rows, tmp_path):  # noqa: F811
+    def adapted(seed):
+        torch.manual_seed(seed)
+        return get_peft_model(
+            copy.deepcopy(llama), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+        )
+
+    options = {"gto_weight": 0.0, "max_steps": 1, "features_path": str(tmp_path / "f")}
+    make(tiny_draft(llama), adapted(0), rows, tmp_path / "a", **options)
+    with pytest.raises(ValueError, match="target"):
+        make(tiny_draft(llama), adapted(1), rows, tmp_path / "b", **options)
+    options = {**GRID, "reference_path": str(tmp_path / "t")}
+    make(tiny_draft(llama), llama, rows, tmp_path / "c", **options)
+    with pytest.raises(ValueError, match="precision"):
+        make(tiny_draft(llama), llama, rows, tmp_path / "d", bf16=True, **options)
+
+
+def test_remembered_trees_stay_out_of_a_push(llama, rows, tmp_path):  # noqa: F811
+    trained(tiny_draft(llama), llama, rows, tmp_path, **GRID)
+    (folder,) = [path.parent for path in tmp_path.rglob("facts.json")]
+    assert folder.parent == tmp_path and folder.name.startswith("_")

@@ -510,3 +510,39 @@ def test_adapters_train_on_whole_trees(llama, draft, rows, tmp_path, objective):
     for key, value in base.items():
         assert torch.equal(value, before[key.replace(".base_layer", "")]), key
     assert any(p.grad is not None or "lora_B" in n and p.abs().sum() > 0 for n, p in trainer.model.named_parameters())
+
+
+def test_dropout_is_off_in_fresh_adapters_too(llama, draft, rows, tmp_path):
+    trainer = make(draft, llama, rows, tmp_path, max_steps=1, peft_config=LoraConfig(r=4, lora_dropout=0.3))
+    trainer.train()
+    assert logs_with(trainer, "gto/ratio") == [1.0] and logs_with(trainer, "gto/advantage_abs") == [0.0]
+    assert all(m.p == 0 for m in trainer.model.modules() if isinstance(m, torch.nn.Dropout))
+
+
+def test_padding_on_the_left_trains_the_same_tokens(llama, rows, tmp_path):
+    uneven = [{"input_ids": r["input_ids"][: 20 - i], "labels": r["input_ids"][: 20 - i]} for i, r in enumerate(rows)]
+
+    def left(examples):
+        width = max(len(e["input_ids"]) for e in examples)
+        fill = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+        examples = [{**e, "attention_mask": [1] * len(e["input_ids"])} for e in examples]
+        return {k: torch.tensor([[v] * (width - len(e[k])) + list(e[k]) for e in examples]) for k, v in fill.items()}
+
+    logs = []
+    for name, collator in (("right", None), ("left", left)):
+        trainer = make(tiny_draft(llama), llama, uneven, tmp_path / name, max_steps=2, per_device_train_batch_size=4)
+        if collator is not None:
+            trainer.data_collator = collator
+        trainer.train()
+        logs.append(trainer)
+    for key in ("trained_tokens", "token_loss", "gto/tree_nodes", "reward/draft"):
+        assert logs_with(logs[0], key) == pytest.approx(logs_with(logs[1], key), rel=1e-4), key
+
+
+def test_evaluation_takes_the_same_groups_at_every_step(llama, draft, rows, tmp_path):
+    trainer = make(draft, llama, rows, tmp_path, eval_rows=Dataset.from_list(rows[:4]))
+    losses = []
+    for step in (0, 7):
+        trainer.state.global_step = step
+        losses.append(trainer.evaluate()["eval_loss"])
+    assert losses[0] == losses[1]
