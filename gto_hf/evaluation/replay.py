@@ -21,6 +21,10 @@ from gto_hf.gto import SequencePrefix, Sequences, read_target
 from gto_hf.tree import DraftTree, TreeConfig
 
 
+# Trees of a text that are grown at a time: their logits are the largest tensors here.
+_ROOTS = 128
+
+
 @dataclass(frozen=True)
 class Text:
     """
@@ -91,8 +95,9 @@ def replay(
         if roots.shape[1] == 0:
             results.append(Replay(DecodingStatistics(runs=1, emitted_tokens=1, target_forwards=1), []))
             continue
-        trees = SequencePrefix(draft, read).grow(roots, tree)
-        accepted = accepted_lengths(trees, read.input_ids[0], roots[0]).tolist()
+        prefix, accepted = SequencePrefix(draft, read), []
+        for some in roots.split(_ROOTS, dim=1):
+            accepted += accepted_lengths(prefix.grow(some, tree), read.input_ids[0], some[0]).tolist()
         results.append(Replay(_rounds(accepted, tree.total_tokens), accepted))
     return results
 
