@@ -17,7 +17,7 @@ from gto_hf.tree import DraftTree
 AGGREGATIONS = ("lse", "max", "mean", "nodes")
 
 
-def _along_paths(tree: DraftTree, values: torch.Tensor) -> torch.Tensor:
+def along_paths(tree: DraftTree, values: torch.Tensor) -> torch.Tensor:
     """Sum of `values` `(R, N + 1)` over a node and its ancestors; the root's own value must be 0."""
     total, ancestor = values, tree.parents
     for _ in range(tree.max_depth - 1):
@@ -36,7 +36,7 @@ def prefix_probs(tree: DraftTree, node_log_probs: torch.Tensor) -> torch.Tensor:
     """
     log_probs = node_log_probs.clone()
     log_probs[:, 0] = 0
-    return _along_paths(tree, log_probs).exp()
+    return along_paths(tree, log_probs).exp()
 
 
 def expected_acceptance(tree: DraftTree, probs: torch.Tensor) -> torch.Tensor:
@@ -79,7 +79,7 @@ def tree_reward(tree: DraftTree, probs: torch.Tensor, aggregation: str = "lse", 
         return expected_acceptance(tree, probs)
     worth = probs.clone()
     worth[:, 0] = 0
-    lengths = _along_paths(tree, worth)
+    lengths = along_paths(tree, worth)
     leaves = tree.leaves()
     if aggregation == "lse":
         return (eta * lengths).masked_fill(~leaves, -torch.inf).logsumexp(1) / eta

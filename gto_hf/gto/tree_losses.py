@@ -21,7 +21,7 @@ from gto_hf.tree import DraftTree, TreeConfig
 
 from .objectives import kl
 from .reading import Readout
-from .rewards import expected_acceptance, prefix_probs
+from .rewards import along_paths, expected_acceptance, prefix_probs
 from .scoring import NodeTeacher, score_trees
 from .sequences import SequencePrefix, Sequences
 from .token_loss import LOSS_ELEMENTS
@@ -251,8 +251,4 @@ def _path_scores(
 
     said = _in_parts(part, features, len(draft.kept_ids))
     steps = said.new_zeros(trees.tokens.shape).index_put((tree, node), said)
-    total, ancestor = steps, trees.parents
-    for _ in range(trees.max_depth - 1):
-        total = total + steps.gather(1, ancestor)
-        ancestor = trees.parents.gather(1, ancestor)
-    return total
+    return along_paths(trees, steps)
