@@ -10,7 +10,7 @@ from .reasons import RowError, Skip
 
 ROLES = {
     **dict.fromkeys(("user", "human"), "user"),
-    **dict.fromkeys(("assistant", "gpt", "bot", "chatgpt", "model"), "assistant"),
+    **dict.fromkeys(("assistant", "gpt", "bot", "chatgpt", "model", "bing", "bard"), "assistant"),
     **{role: role for role in ("system", "developer", "tool", "ipython", "function")},
 }
 # Names under which chat templates read the reasoning of an assistant turn.

@@ -13,17 +13,10 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from .conversations import ROLES
+
 
 OWN = "own"
-SPEAKERS = {
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-}
 # What an output row or the trainer gives a meaning of its own; such columns of a prompt row are not carried over.
 RESERVED = {
     "id", "question_id", "prompt", "turns", "messages", "conversations", "system", "completion", "text", "ids", "answer",
@@ -245,7 +238,7 @@ def _message(given: Any) -> Message:
     if not isinstance(given, dict):
         raise ValueError("a message that is neither a text nor an object")
     speaker, content = given.get("role", given.get("from")), given.get("content", given.get("value"))
-    role = SPEAKERS.get(str(speaker), speaker)
+    role = ROLES.get(str(speaker), speaker)
     if role not in ("system", "developer", "user", "assistant", "tool"):
         raise ValueError(f"the role {role!r}")
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):

@@ -13,6 +13,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from gto_hf.target import find_device
+
 from .answer_file import AnswerFile
 from .generation import SAMPLING, check_generation, read_generation
 from .local import LocalTarget
@@ -88,7 +90,9 @@ def run(args: argparse.Namespace) -> Progress:
         raise ValueError("`--chat-template-kwargs` must be a JSON object.")
     fields = check_generation(generation_fields(args), args.answers)
     server = None if args.server is None else _server(args, fields)
-    device = _device(args.device) if server is None else None
+    device = None
+    if server is None:
+        device = "auto" if args.device == "auto" else find_device(args.device)
     asked, skipped = read_prompts(
         args.prompts, split=args.split, subset=args.subset, limit=args.limit, rewrite=args.rewrite
     )
@@ -155,16 +159,6 @@ def _server(args: argparse.Namespace, fields: dict[str, Any]) -> ServerTarget:
         seed=args.seed,
         timeout=args.timeout,
     )
-
-
-def _device(name: str | None) -> Any:
-    """The named device, `"auto"`, or an accelerator if there is one, else the CPU."""
-    if name is None:
-        return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    try:
-        return name if name == "auto" else torch.empty(1, device=name).device
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ValueError(f"`--device {name}` cannot be used here: {str(error).splitlines()[0]}") from error
 
 
 def _load(args: argparse.Namespace, device: Any, fields: dict[str, Any]) -> LocalTarget:

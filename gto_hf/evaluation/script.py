@@ -15,6 +15,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gto_hf.checkpoints import AutoDraft
+from gto_hf.target import find_device
 
 from .prompts import Question, load_questions, prompts_hash, spread
 from .runs import SystemRun, agreement, compare
@@ -96,17 +97,6 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", default=None, help="default: an accelerator if there is one, else the CPU")
     parser.add_argument("--seed", type=int, default=0, help="prompt i is sampled with seed + i")
-
-
-def find_device(name: str | None) -> torch.device:
-    """The named device, or an accelerator if there is one, else the CPU; raises `ValueError` if it cannot hold a tensor."""
-    if name is None:
-        return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    try:
-        torch.ones(1, device=name).cpu()
-        return torch.device(name)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ValueError(f"`--device {name}` cannot be used here: {str(error).splitlines()[0]}") from error
 
 
 def positive(text: str) -> int:

@@ -16,6 +16,7 @@ from .describe import (
     unwrap,
     weights_hash,
 )
+from .device import find_device
 from .head import LogitHead, find_head
 from .masks import LayerKind, backend_form, backend_mask, check_backend, layer_kinds, tree_attention, visible_by_kind
 from .routes import Route, check_tree_support, decoding_route, has_windows
@@ -37,6 +38,7 @@ __all__ = [
     "embedding_scale",
     "final_norm",
     "final_norm_scale",
+    "find_device",
     "find_head",
     "fingerprint",
     "full_shape",

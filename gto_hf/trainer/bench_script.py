@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM
 from gto_hf.checkpoints import AutoDraft
 from gto_hf.data import load_jsonl
 from gto_hf.drafts import DraftModel, Eagle3Draft, count_tokens
-from gto_hf.evaluation.script import find_device, machine, positive, writable
-from gto_hf.target import check_tree_support, position_limit, text_config
+from gto_hf.evaluation.script import machine, positive, writable
+from gto_hf.target import check_tree_support, find_device, position_limit, text_config
 from gto_hf.tree import TreeConfig
 
 from .bench import bench_train, make_steppers, sample_rows
