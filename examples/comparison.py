@@ -42,7 +42,7 @@ DRAFT_VOCAB = 8192
 MAX_LENGTH = 512
 ROWS = 8  # per step
 TTT_STEPS = 3
-PHASE1 = {"num_train_epochs": 2, "learning_rate": 2e-3, "warmup_steps": 40}
+PHASE1 = {"num_train_epochs": 1.5, "learning_rate": 2e-3, "warmup_steps": 40}
 STEPS = 100  # of every variant
 TUNING_STEPS = 40  # of every learning rate that is tried
 RATES = (2e-5, 1e-4, 5e-4)
@@ -50,7 +50,7 @@ SEEDS = (1, 2, 3)
 QUESTIONS = 20  # per set, first turns
 NEW_TOKENS = 128
 HELD_ROWS = 60
-INIT_STEPS = 150  # of drafts that start from copies of the target or from nothing
+INIT_STEPS = 80  # of drafts that start from copies of the target or from nothing
 
 TREES = {"num_groups": 4, "group_size": 8}
 VARIANTS = {

@@ -8,6 +8,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")
+if "PYTEST_XDIST_WORKER" in os.environ:  # a process per core: more threads would only wait for each other
+    os.environ["OMP_NUM_THREADS"] = "1"
 
 import datasets  # noqa: E402
 import pytest  # noqa: E402

@@ -127,7 +127,9 @@ def read_target(
     if use_cache and has_windows(target):
         inputs["cache"] = DynamicCache()  # without a config: layers with a window must not evict what trees will see
     if narrow:
-        inputs["logits_to_keep"] = 1 if head is not None else torch.arange(first, last, device=input_ids.device)
+        # By indices even for a single one: a slice of a batch is not contiguous, and PyTorch would copy the head per row.
+        kept = range(1) if head is not None else range(first, last)
+        inputs["logits_to_keep"] = torch.tensor(kept, device=input_ids.device)
     output = target(**inputs)
     features = output.logits.new_zeros(*input_ids.shape, 0)  # for drafts that read none
     if feature_layers:
