@@ -5,6 +5,7 @@ Does Group Tree Optimization beat simply training longer? One command, one real 
     python examples/comparison.py                                     # the package's own answers and questions
     python examples/comparison.py --train rows.jsonl --held held.jsonl --questions mt_bench.jsonl humaneval.jsonl gsm8k.jsonl
     python examples/comparison.py --variants gto gto-mean gto-no-debias --seeds 1        # ablations
+    python examples/comparison.py --start gto_hf/assets/draft                            # Phase I goes on from a trained draft
     python examples/comparison.py --inits                                                # what a fresh draft should start from
 
 Phase I trains a draft; from there every variant starts with the same weights and sees the same rows in the same order, with the
@@ -43,6 +44,7 @@ MAX_LENGTH = 512
 ROWS = 8  # per step
 TTT_STEPS = 3
 PHASE1 = {"num_train_epochs": 1.5, "learning_rate": 2e-3, "warmup_steps": 40}
+CONTINUE = {"max_steps": 400, "learning_rate": 1e-3, "warmup_steps": 20}  # Phase I of a draft that is trained already
 STEPS = 100  # of every variant
 TUNING_STEPS = 40  # of every learning rate that is tried
 RATES = (2e-5, 1e-4, 5e-4)
@@ -82,6 +84,7 @@ def main() -> None:
     parser.add_argument("--held", type=Path, help="held-out rows for tuning (default: every tenth training row)")
     parser.add_argument("--questions", nargs="+", default=["chat", "code", "math"], help="sets or JSON Lines files")
     parser.add_argument("--output", type=Path, default=Path("runs/comparison"))
+    parser.add_argument("--start", type=Path, help="a trained draft that Phase I continues (default: a fresh one)")
     parser.add_argument("--variants", nargs="+", default=list(MAIN), choices=list(VARIANTS))
     parser.add_argument("--seeds", type=int, default=len(SEEDS), help="how many of the seeds")
     parser.add_argument("--inits", action="store_true", help="compare how fresh drafts start, and nothing else")
@@ -95,7 +98,13 @@ def main() -> None:
 def shrink() -> None:
     """A budget of about a minute; its figures mean nothing."""
     globals().update(
-        PHASE1={**PHASE1, "max_steps": 3}, STEPS=2, TUNING_STEPS=1, RATES=(1e-4,), SEEDS=(1,), INIT_STEPS=2
+        PHASE1={**PHASE1, "max_steps": 3},
+        CONTINUE={**CONTINUE, "max_steps": 3},
+        STEPS=2,
+        TUNING_STEPS=1,
+        RATES=(1e-4,),
+        SEEDS=(1,),
+        INIT_STEPS=2,
     )
     globals().update(QUESTIONS=1, NEW_TOKENS=12, HELD_ROWS=2, DRAFT_VOCAB=1024)
 
@@ -145,7 +154,9 @@ class Comparison:
     def phase1(self) -> Path:
         """The draft that everything starts from; later epochs read the target's features from disk."""
         folder = self.output / "phase1"
-        self.train(self.fresh(), folder, seed=0, **PHASE1, **self.cached)
+        start, options = (self.fresh(), PHASE1) if self.args.start is None else (self.args.start, CONTINUE)
+        # Another order than a fresh draft's: what it saw last comes at other times.
+        self.train(start, folder, seed=0 if self.args.start is None else 100, **options, **self.cached)
         return folder
 
     @property

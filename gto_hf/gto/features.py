@@ -64,13 +64,12 @@ class FeatureStore:
             valid = sequences.valid[b]
             own = slice(start - readout.first, end - readout.first)
             self.store.put(
-                row_key(sequences.input_ids[b][valid]),
+                _key(sequences.input_ids[b], valid, start, end),
                 {
                     "features": sequences.features[b][valid],
                     "states": readout.states[b, own],
                     "top": top[b, own].int(),
                     "normaliser": normaliser[b, own],
-                    "first": valid[:start].sum()[None],
                 },
             )
         known = Readout(readout.states, readout.head, readout.vocab_size, readout.first, top, normaliser)
@@ -90,10 +89,8 @@ class FeatureStore:
         valid, device = attention_mask.bool(), input_ids.device
         rows = []
         for ids, own, (start, end) in zip(input_ids, valid, spans.tolist(), strict=True):
-            row = self.store.get(row_key(ids[own]))
+            row = self.store.get(_key(ids, own, start, end))
             if row is None or self.head is None:
-                return None
-            if int(row["first"]) != int(own[:start].sum()) or len(row["states"]) != end - start:
                 return None
             rows.append(row)
         batch, length = input_ids.shape
@@ -111,6 +108,11 @@ class FeatureStore:
             Readout(states, self.head, self.head.vocab_size, first, top, normaliser),
             None,
         )
+
+
+def _key(input_ids: torch.Tensor, valid: torch.Tensor, start: int, end: int) -> str:
+    """Name of a row `(T,)` with the slots it was read at: rows that are trained on elsewhere are other rows."""
+    return f"{row_key(input_ids[valid])}-{int(valid[:start].sum())}-{end - start}"
 
 
 def row_spans(roots: torch.Tensor, real: torch.Tensor) -> torch.Tensor:

@@ -48,6 +48,18 @@ def test_stored_features_train_the_same_draft_without_the_target(llama, rows, tm
         assert logs_with(other, "token_loss") == pytest.approx(logs_with(plain, "token_loss"), rel=1e-4)
 
 
+def test_rows_that_are_trained_on_elsewhere_are_stored_too(llama, rows, tmp_path):  # noqa: F811
+    options = {"gto_weight": 0.0, "num_train_epochs": 1, "features_path": str(tmp_path / "f")}
+    cut = [{**row, "labels": [-100] * 12 + list(row["input_ids"][12:])} for row in rows]
+    assert cut != rows
+    trained(tiny_draft(llama), llama, rows, tmp_path / "a", **options)
+    trained(tiny_draft(llama), llama, cut, tmp_path / "b", **options)
+    calls = _Calls(llama)
+    for name, some in (("c", cut), ("d", rows)):
+        trained(tiny_draft(llama), llama, some, tmp_path / name, **options)
+    assert calls.tokens <= 4 * 24  # the first batch of each run says what the head is
+
+
 @pytest.mark.parametrize("name", ["gemma2", "cohere2", "granite"])
 def test_features_of_targets_with_caps_and_factors(name, rows, tmp_path):  # noqa: F811
     target = FAMILIES[name].build()
