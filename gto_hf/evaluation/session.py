@@ -100,6 +100,9 @@ class Detail:
     trees: bool = False
 
 
+TIMES_ALONE = Detail()
+
+
 @contextmanager
 def _tree_of(system: System) -> Iterator[None]:
     """Within it the system's draft has the system's tree."""
@@ -123,7 +126,7 @@ def measure_answer(
     temperature: float = 0.0,
     max_new_tokens: int = 128,
     seed: int = 0,
-    detail: Detail = Detail(),  # noqa: B008  (frozen)
+    detail: Detail = TIMES_ALONE,
 ) -> Measured:
     """
     Answer one prompt with one system, timed, and make the sums.
@@ -205,7 +208,7 @@ def measure(
     temperatures: tuple[float, ...] = (0.0,),
     max_new_tokens: int = 128,
     seed: int = 0,
-    detail: Detail = Detail(),  # noqa: B008  (frozen)
+    detail: Detail = TIMES_ALONE,
     file: AnswerFile | None = None,
 ) -> list[SystemRun]:
     """

@@ -35,7 +35,7 @@ def models(tmp_path_factory):
     tiny_draft(target, tree=TreeConfig(3, 3, 8)).save_pretrained(folder / "draft")
     tiny_target(seed=1).save_pretrained(folder / "small")
     dflash().save_pretrained(folder / "dflash")
-    (folder / "one.jsonl").write_text('{"turns": ["ABCDEF", "GHI"]}\n{"prompt": "HELLO"}\n')
+    (folder / "one.jsonl").write_text('{"turns": ["ABCDEF", "GHI"]}\n')
     (folder / "two.jsonl").write_text('{"prompt": "QRS"}\n')
     return folder
 
@@ -58,7 +58,7 @@ def test_everything_in_one_run(models, tmp_path, capsys):
         == 0
     )
     printed = capsys.readouterr().out
-    assert "one: 2 questions, hash " in printed and "second: 1 questions, hash " in printed
+    assert "one: 1 questions, hash " in printed and "second: 1 questions, hash " in printed
     names = [
         "plain generate", "prompt lookup 3", "stock assisted small", "DFlash dflash", "d", "d @ 2/2/4", "d @ 3/1/3"
     ]  # fmt: skip
@@ -67,7 +67,7 @@ def test_everything_in_one_run(models, tmp_path, capsys):
     assert list(found) == [(n, t, s) for t in (0, 1) for n in names for s in ("all", "one", "second")]
     for (name, temperature, which), result in found.items():
         counts, figures = result["counts"], result["figures"]
-        assert counts["answers"] == {"all": 4, "one": 3, "second": 1}[which]
+        assert counts["answers"] == {"all": 3, "one": 2, "second": 1}[which]
         assert counts["tokens"] > counts["first_tokens"] >= counts["answers"] and figures["speedup"] > 0
         assert counts["seconds"] > counts["first_seconds"] > 0
         if temperature == 0 or name.startswith("d"):  # stock's baselines draw other samples
@@ -98,7 +98,7 @@ def test_a_run_goes_on_after_any_cut_without_losing_or_doubling_a_row(models, tm
     options = ["--no-plots", "--no-details"]
     assert main(command(models, whole, *options)) == 0
     text = (whole / "answers.jsonl").read_bytes()
-    assert len(rows(whole)) == 8
+    assert len(rows(whole)) == 6
     made = []
     monkeypatch.setattr(
         session, "measure_answer", lambda *a, _real=session.measure_answer, **k: made.append(1) or _real(*a, **k)
@@ -110,7 +110,7 @@ def test_a_run_goes_on_after_any_cut_without_losing_or_doubling_a_row(models, tm
         complete = text[:size].count(b"\n")
         made.clear()
         assert main(command(models, cut, *options)) == 0
-        assert len(made) == (8 - complete + 2 if complete < 8 else 0)  # two calls warm up
+        assert len(made) == (6 - complete + 2 if complete < 6 else 0)  # two calls warm up
         again = rows(cut)
         assert [(r["id"], r["answer"], r["tokens"]) for r in again] == [
             (r["id"], r["answer"], r["tokens"]) for r in rows(whole)
@@ -119,7 +119,7 @@ def test_a_run_goes_on_after_any_cut_without_losing_or_doubling_a_row(models, tm
 
 def test_a_killed_process_can_be_continued(models, tmp_path):
     out = tmp_path / "killed"
-    args = command(models, out, "--no-plots", "--no-details", tokens=24)
+    args = command(models, out, "--no-plots", "--no-details", tokens=16)
     process = subprocess.Popen(
         [sys.executable, "-m", "gto_hf", *args], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
@@ -132,8 +132,8 @@ def test_a_killed_process_can_be_continued(models, tmp_path):
     assert before
     assert main(args) == 0
     after = rows(out)
-    assert after[: len(before)] == before and len(after) == 8
-    assert len({(r["id"], r["answer"]) for r in after}) == 8
+    assert after[: len(before)] == before and len(after) == 6
+    assert len({(r["id"], r["answer"]) for r in after}) == 6
 
 
 @pytest.mark.parametrize(
