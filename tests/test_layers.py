@@ -10,6 +10,7 @@ import gto_hf
 ROOT = Path(gto_hf.__file__).parent
 LEVELS = {
     "tree": 0,
+    "metrics": 0,
     "target": 1,
     "drafts": 2,
     "checkpoints": 3,
@@ -28,6 +29,7 @@ ONLY_IN = {
     "trl": {"trainer"},
     "peft": {"checkpoints"},  # to read adapters; else reached through its models' own methods
     "huggingface_hub": {"hub", "checkpoints"},
+    "evaluate": {"metrics"},
 }
 MAX_LINES = 450
 

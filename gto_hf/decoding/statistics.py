@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 @dataclass
 class DecodingStatistics:
     """
-    What tree decoding did. Add two to merge them.
+    What tree decoding did. Add two to merge them; `dataclasses.asdict` and `DecodingStatistics(**..)` go to JSON and back.
 
     The first token comes from the prefill and belongs to no round. Every round is one target forward; it emits the
-    accepted drafted tokens and, unless a stop rule cuts it before, one bonus token of the target's own.
+    accepted drafted tokens and, unless a stop rule cuts it before, one bonus token of the target's own. A last round that
+    EOS or a length limit cuts counts as a round, with the tokens that it emitted: if its last token was drafted (an EOS
+    of the draft's, or the last token that fits), it has no bonus token.
 
     Attributes:
         emitted_tokens (`int`): New tokens, prefill's first one included.
@@ -78,6 +80,23 @@ class DecodingStatistics:
         Over several runs this is the micro average (total by total).
         """
         return (self.accepted_tokens + self.bonus_tokens) / self.rounds if self.rounds else float("nan")
+
+    def acceptance_by_depth(self, *, conditional: bool = False) -> list[float]:
+        """
+        How often the drafted token at depth 1, 2, .. was emitted.
+
+        Args:
+            conditional (`bool`, *optional*, defaults to `False`):
+                Divide the rounds that reached depth `k` by those that reached depth `k - 1` (the figure of papers that
+                call it `(k-1)-α`) instead of by all rounds (the figure of serving engines).
+
+        Returns:
+            `list[float]`: Up to the deepest depth reached. The unconditional ones add up to `mean_accepted`.
+        """
+        reached = [sum(self.accepted_histogram[depth:]) for depth in range(len(self.accepted_histogram))]
+        return [
+            now / (before if conditional else reached[0]) for before, now in zip(reached, reached[1:], strict=False)
+        ]
 
     def __add__(self, other: DecodingStatistics) -> DecodingStatistics:
         mine, theirs = self.accepted_histogram, other.accepted_histogram

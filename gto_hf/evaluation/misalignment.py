@@ -89,16 +89,25 @@ def misalignment(rounds: list[RoundTrace], texts: Mapping[int, list[int]] | None
     total = len(rounds)
     if not total:
         return Misalignment(0, *[float("nan")] * 4)
-    after = _written_after(rounds)
     pruned = same = greedy_length = tree_length = 0
-    for index, trace in enumerate(rounds):
-        written = after[index] if texts is None or trace.row not in texts else _given(trace, texts[trace.row])
+    for trace, (length, kept) in zip(rounds, greedy_lengths(rounds, texts), strict=True):
         accepted = len(accepted_columns(trace))
-        pruned += trace.greedy_kept < len(trace.greedy)
+        pruned += not kept
         same += trace.emitted[:accepted] == trace.greedy[:accepted]
-        greedy_length += _common_prefix(trace.greedy, written)
+        greedy_length += length
         tree_length += accepted
     return Misalignment(total, pruned / total, same / total, greedy_length / total, tree_length / total)
+
+
+def greedy_lengths(rounds: list[RoundTrace], texts: Mapping[int, list[int]] | None = None) -> list[tuple[int, bool]]:
+    """Per round how many tokens the greedy path alone would have had accepted, and whether the tree kept all of it.
+    Arguments as in [`misalignment`]."""
+    after = _written_after(rounds)
+    found = []
+    for trace, following in zip(rounds, after, strict=True):
+        written = following if texts is None or trace.row not in texts else _given(trace, texts[trace.row])
+        found.append((_common_prefix(trace.greedy, written), trace.greedy_kept == len(trace.greedy)))
+    return found
 
 
 def misalignment_table(results: Mapping[str, Misalignment]) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Question sets: the package's own, any local JSON Lines file, or a dataset on the Hub. Level 5."""
+"""Question sets: the package's own, the field's by name, any local JSON Lines file, or a dataset on the Hub. Level 5."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from importlib.resources import files
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
+
+from .public_sets import PUBLIC_SETS, hub_rows, named_rows, public_rows
 
 
 T = TypeVar("T")
@@ -43,41 +45,81 @@ class Question:
         return [{"role": role, "content": content} for role, content in said]
 
 
-def load_questions(name: str | PathLike, *, limit: int | None = None, **hub: Any) -> list[Question]:
+@dataclass(frozen=True)
+class QuestionSet:
     """
-    Questions of one set.
+    Questions and where they came from.
+
+    Attributes:
+        name (`str`): As asked for.
+        questions (`tuple[Question, ...]`): In order.
+        source (`str`): File, or Hub id with config, split and the commit that was read.
+    """
+
+    name: str
+    questions: tuple[Question, ...]
+    source: str
+
+    def __str__(self) -> str:
+        count = len(self.questions)
+        return f"{self.name}: {count} questions, hash {prompts_hash(list(self.questions))}, from {self.source}"
+
+
+def load_set(name: str | PathLike, *, limit: int | None = None, **hub: Any) -> QuestionSet:
+    """
+    One question set, and where it came from.
 
     Args:
-        name (`str`): `"chat"`, `"code"` or `"math"` (30 each, written for this project), `"own"` (all three), a JSON
-            Lines file, or a dataset id on the Hub. Rows hold `turns` (list of strings), `messages` (chat format) or
-            `prompt` (string).
+        name (`str`): One of
+            - `"chat"`, `"code"` or `"math"` (30 each, written for this project), or `"own"` (all three);
+            - `"mt-bench"`, `"humaneval"`, `"gsm8k"`, `"spec-bench"` or `"speed-bench"`: read from the Hub;
+            - `NAME=FILE`: the same, from a local JSON Lines file (any other `NAME` is a label);
+            - a JSON Lines file, or a dataset id on the Hub. Rows hold `turns` (list of strings), `messages` (chat
+              format) or `prompt` (a string, or a list of turns).
         limit (`int`, *optional*): First rows only.
-        **hub: Passed to `datasets.load_dataset` (`split`, `revision`, ..); `split` defaults to `"train"`.
+        **hub: Passed to `datasets.load_dataset` (`split`, `revision`, ..); `split` defaults to `"train"` for an id.
 
     Raises:
-        ValueError: Names set and row of a question without any of the three fields.
+        ValueError: If there is no such set; names set and row of a question that cannot be read.
     """
-    if name == "own" or name in OWN_SETS:
+    label, separator, path = str(name).partition("=")
+    if not separator:
+        label, path = str(name), ""
+    if label in ("own", *OWN_SETS) and not separator:
         text = (files("gto_hf") / "assets" / "questions.jsonl").read_text(encoding="utf-8")
-        rows = [row for row in map(json.loads, text.splitlines()) if name in ("own", row["set"])]
-        label = str(name)
-    elif Path(name).exists():
-        from gto_hf.data import load_jsonl
-
-        rows, label = load_jsonl(name), Path(name).stem
-    elif "/" not in str(name) or str(name).endswith((".json", ".jsonl")):
+        rows = [row for row in map(json.loads, text.splitlines()) if label in ("own", row["set"])]
+        source = "this package"
+    elif separator or Path(label).exists():
+        rows, source, label = _local(label, path or label, separator)
+    elif label in PUBLIC_SETS:
+        rows, source = public_rows(label, **hub)
+    elif "/" not in label or label.endswith((".json", ".jsonl")):
         raise ValueError(
-            f"There is no file `{name}`, and no set of that name: own sets are own, {', '.join(OWN_SETS)}. A dataset on the "
-            "Hub is named `owner/name`."
+            f"There is no file `{name}`, and no set of that name: own sets are own, {', '.join(OWN_SETS)}; the field's are "
+            f"{', '.join(PUBLIC_SETS)}. A dataset on the Hub is named `owner/name`."
         )
     else:
-        from datasets import load_dataset
-
-        rows, label = load_dataset(str(name), **{"split": "train", **hub}), str(name)
-    questions = [_question(row, i, label) for i, row in enumerate(rows)]
+        rows, source = hub_rows(label, **{"split": "train", **hub})
+    questions = tuple(_question(row, i, label) for i, row in enumerate(rows))
     if not questions:
         raise ValueError(f"The question set `{name}` is empty.")
-    return questions[:limit]
+    return QuestionSet(label, questions[:limit], source)
+
+
+def load_questions(name: str | PathLike, *, limit: int | None = None, **hub: Any) -> list[Question]:
+    """Questions of one set; see [`load_set`]."""
+    return list(load_set(name, limit=limit, **hub).questions)
+
+
+def _local(label: str, path: str, named: str) -> tuple[list[dict[str, Any]], str, str]:
+    """Rows of a file, what to say of it, and the name of its questions' set."""
+    from gto_hf.data import load_jsonl
+
+    if not Path(path).is_file():
+        raise ValueError(f"There is no file `{path}` (given as `{label}={path}`).")
+    label = label if named else Path(path).stem
+    rows = load_jsonl(path)
+    return (named_rows(label, rows) if label in PUBLIC_SETS else rows), path, label
 
 
 def _question(row: dict[str, Any], number: int, label: str) -> Question:
@@ -96,8 +138,9 @@ def _question(row: dict[str, Any], number: int, label: str) -> Question:
         if not said or said[-1][0] != "user":
             raise ValueError(f"Row {number} of `{label}`: `messages` must hold a user message.")
         return Question(key, name, (said[-1][1],), tuple(said[:-1]))
-    if isinstance(row.get("prompt"), str):
-        return Question(key, name, (row["prompt"],))
+    said = row.get("prompt")
+    if isinstance(said, str) or (isinstance(said, list) and said and all(isinstance(turn, str) for turn in said)):
+        return Question(key, name, (said,) if isinstance(said, str) else tuple(said))
     raise ValueError(f"Row {number} of `{label}` has none of `turns`, `messages` and `prompt`; it has {sorted(row)}.")
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Decoding the same prompts with several systems, interleaved, and what each did. Level 5.
+One answer of one system, and all answers of it. Level 5.
 
 Counts first: a run stores tokens, seconds and decoding counts per prompt; ratios are made at the end.
 """
@@ -8,17 +8,12 @@ Counts first: a run stores tokens, seconds and decoding counts per prompt; ratio
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
 
-from gto_hf.data import render_prompt
 from gto_hf.decoding import DecodingStatistics
-
-from .prompts import Question
 
 
 PLAIN = "plain generate"
@@ -128,62 +123,6 @@ def answer(
     tokens = output.sequences[0, len(prompt) :].tolist()  # waits for the device
     seconds = time.perf_counter() - start
     return PromptRun(tokens, seconds, getattr(output, "statistics", None))
-
-
-def compare(
-    target: Any,
-    tokenizer: Any,
-    questions: list[Question],
-    drafts: Mapping[str, Any],
-    *,
-    temperatures: tuple[float, ...] = (0.0,),
-    max_new_tokens: int = 128,
-    seed: int = 0,
-) -> list[SystemRun]:
-    """
-    Answer every question with plain `generate` and with every draft, one after the other for each prompt.
-
-    Later turns continue from the plain answers, so all systems answer the same prompts.
-
-    Args:
-        target (`PreTrainedModel`), tokenizer: Model and its tokenizer.
-        questions (`list[Question]`): Each turn is one prompt.
-        drafts (`Mapping[str, DraftModel]`): Name to draft.
-        temperatures (`tuple[float, ...]`, *optional*, defaults to `(0.0,)`): 0 is greedy.
-        max_new_tokens (`int`, *optional*, defaults to `128`): Longest answer.
-        seed (`int`, *optional*, defaults to `0`): Prompt `i` is sampled with `seed + i` by every system.
-
-    Returns:
-        `list[SystemRun]`: For each temperature plain generation first, then the drafts in order.
-    """
-    systems: dict[str, Any] = {PLAIN: None, **drafts}
-    warm = render_prompt(tokenizer, questions[0].messages(0, []))
-    for draft in systems.values():  # first calls pay for allocations
-        answer(target, warm, draft=draft, max_new_tokens=8)
-    results = []
-    turns = sum(len(q.turns) for q in questions)
-    for temperature in temperatures:
-        runs = {name: SystemRun(name, temperature) for name in systems}
-        with tqdm(total=turns * len(systems), desc=f"answers at T={temperature:g}") as bar:
-            for question in questions:
-                said: list[str] = []
-                for turn in range(len(question.turns)):
-                    prompt = render_prompt(tokenizer, question.messages(turn, said))
-                    number = len(runs[PLAIN].answers)
-                    for name, draft in systems.items():
-                        run = answer(
-                            target,
-                            prompt,
-                            draft=draft,
-                            temperature=temperature,
-                            max_new_tokens=max_new_tokens,
-                            seed=seed + number,
-                        )
-                        runs[name].answers.append(run)
-                        bar.update()
-                    said.append(tokenizer.decode(runs[PLAIN].answers[-1].tokens, skip_special_tokens=True))
-        results.extend(runs.values())
-    return results
 
 
 def agreement(runs: list[SystemRun]) -> tuple[int, int]:

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`gto-hf eval`: plain generation and drafts on the same questions, in one run. Level 5."""
+"""`gto-hf eval`: plain generation, other baselines and drafts on the same questions, in one run. Level 5."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import platform
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,18 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gto_hf.checkpoints import AutoDraft
-from gto_hf.target import find_device
+from gto_hf.data.answer_file import AnswerFile
+from gto_hf.target import find_device, weights_hash
 
-from .prompts import Question, load_questions, prompts_hash, spread
-from .runs import SystemRun, agreement, compare
+from .bench import System
+from .plots import check_matplotlib, write_plots
+from .prompts import Question, load_set, prompts_hash, spread
+from .report import summarize, write_report
+from .runs import SystemRun, agreement
+from .session import Detail, measure
+from .systems import baseline_system, describe, draft_systems, parse_baselines
 from .table import results_table
+from .trees import parse_trees
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,9 +35,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--draft", action="append", required=True, help="Hub id or folder of a draft, or NAME=PATH; repeatable"
     )
     parser.add_argument(
+        "--baseline",
+        default="plain",
+        help="comma-separated: prompt-lookup[:TOKENS], assisted:MODEL (stock assistance by a small LM), dflash:DRAFT; plain "
+        "generation is always there",
+    )
+    parser.add_argument(
+        "--tree-sizes",
+        default="",
+        help="trees to try with every draft beside its own, as depth x top-k x nodes (root excluded), comma-separated: "
+        "3x3x8,8x10x60; 8x1x8 is a chain",
+    )
+    parser.add_argument(
         "--sets",
         default="own",
-        help="comma-separated: own, chat, code, math, a .jsonl file with `turns`, `messages` or `prompt`, a Hub id",
+        help="comma-separated: own, chat, code, math; mt-bench, humaneval, gsm8k, spec-bench, speed-bench (from the Hub); "
+        "NAME=FILE or a .jsonl file with `turns`, `messages` or `prompt`; a Hub id",
     )
     parser.add_argument(
         "--questions", type=positive, default=None, help="how many questions in all, spread over the sets"
@@ -46,15 +65,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--require-identical", action="store_true", help="fail if any text differs from plain generate (float32 only)"
     )
-    parser.add_argument("--output", type=Path, default=None, help="write counts and settings to this JSON file")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=None,
+        help="a folder: answers as they come (the same command goes on with them), results.json, results.md, plots, and "
+        "where time and trees go; or a .json file for counts and settings alone",
+    )
+    parser.add_argument("--no-plots", action="store_true", help="with a folder: no PNG files, no matplotlib")
+    parser.add_argument(
+        "--no-details", action="store_true", help="with a folder: no time split, and no second call to record trees"
+    )
 
 
 def run(args: argparse.Namespace) -> list[SystemRun]:
     """Load, answer, print the table; returns the runs."""
-    temperatures = tuple(float(t) for t in args.temperature.split(","))
-    questions: list[Question] = [q for name in question_sets(args.sets) for q in load_questions(name)]
+    temperatures = read_temperatures(args.temperature)
+    baselines, trees = parse_baselines(args.baseline), parse_trees(args.tree_sizes, "--tree-sizes")
+    folder = args.output if args.output is not None and args.output.suffix != ".json" else None
     if args.require_identical and args.dtype != "float32":
         raise ValueError("`--require-identical` needs `--dtype float32`: half precision rounds near-ties differently.")
+    if folder is None:
+        writable(args.output)
+    elif not args.no_plots:
+        check_matplotlib()
+    sets = [load_set(name) for name in question_sets(args.sets)]
+    questions: list[Question] = [q for each in sets for q in each.questions]
     if args.questions is not None:
         questions = spread(questions, args.questions)
     device = find_device(args.device)
@@ -64,27 +100,84 @@ def run(args: argparse.Namespace) -> list[SystemRun]:
     drafts = {}
     for entry in args.draft:
         name, _, path = entry.rpartition("=")
+        if (name or path) in drafts:
+            raise ValueError(f"`--draft` names `{name or path}` twice. Name drafts with `--draft NAME=PATH`.")
         drafts[name or path] = AutoDraft.from_pretrained(path, target=target, dtype=dtype).to(device)
-    runs = compare(
-        target,
-        tokenizer,
-        questions,
-        drafts,
-        temperatures=temperatures,
-        max_new_tokens=args.max_new_tokens,
-        seed=args.seed,
-    )
+    systems = [*(baseline_system(b, target, tokenizer) for b in baselines), *draft_systems(drafts, trees)]
+    check_names(systems)
     facts = settings(args, questions, {name: draft.tree.to_dict() for name, draft in drafts.items()})
+    detail = Detail() if folder is None or args.no_details else Detail(time_split=True, trees=True)
+    options = {"temperatures": temperatures, "max_new_tokens": args.max_new_tokens, "seed": args.seed}
+    for each in sets:
+        print(each)
+    if folder is None:
+        runs = measure(target, tokenizer, questions, systems, detail=detail, **options)
+    else:
+        same = identity(args, facts, systems, target, detail)
+        with AnswerFile(folder / "answers.jsonl", same) as file:
+            runs = measure(target, tokenizer, questions, systems, detail=detail, file=file, **options)
+    finish(args, folder, runs, facts, [str(each) for each in sets])
+    return runs
+
+
+def finish(
+    args: argparse.Namespace, folder: Path | None, runs: list[SystemRun], facts: dict[str, Any], sets: list[str]
+) -> None:
+    """Print the table and write what was asked for."""
     same, answers = agreement(runs)
     print("\n" + results_table(runs))
-    print(f"\n{args.dtype}: {same} of {answers} answers with a draft are identical to plain generate's")
+    print(
+        f"\n{args.dtype}: {same} of {answers} answers with a draft or another baseline are identical to plain generate's"
+    )
     print("\n" + ", ".join(f"{key}: {value}" for key, value in facts.items()))
-    if args.output is not None:
-        counts = [asdict(r) for r in runs]
+    if folder is not None:
+        results = summarize(runs)
+        write_report(folder, results, facts, sets)
+        plots = [] if args.no_plots else write_plots(folder, results)
+        print(
+            "\nwritten: " + ", ".join(str(path) for path in (folder / "results.md", folder / "results.json", *plots))
+        )
+    elif args.output is not None:
+        counts = [
+            {"name": r.name, "temperature": r.temperature, "answers": [a.plain_dict() for a in r.answers]}
+            for r in runs
+        ]
         args.output.write_text(json.dumps({"settings": facts, "runs": counts}, indent=1), encoding="utf-8")
     if args.require_identical and same < answers:
         raise ValueError(f"{answers - same} of {answers} texts differ from plain generate in {args.dtype}.")
-    return runs
+
+
+def check_names(systems: list[System]) -> None:
+    """Raise `ValueError` if two systems would share a row of the tables."""
+    names = [system.name for system in systems]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"Two systems are called {', '.join(twice)}. Name drafts with `--draft NAME=PATH`.")
+
+
+def read_temperatures(text: str) -> tuple[float, ...]:
+    """`"0,1"` to its numbers."""
+    try:
+        found = tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise ValueError(f"`--temperature {text}`: give numbers, comma-separated, such as 0,1.") from error
+    if min(found) < 0 or len(set(found)) < len(found):
+        raise ValueError(f"`--temperature {text}`: temperatures are 0 or more, each once.")
+    return found
+
+
+def identity(
+    args: argparse.Namespace, facts: dict[str, Any], systems: list[System], target: Any, detail: Detail
+) -> dict[str, Any]:
+    """What answers of an interrupted run must share with those to come: all that changes a text or a second."""
+    models = {s.name: s.kwargs["assistant_model"] for s in systems if s.kwargs.get("assistant_model") is not None}
+    return {
+        **{name: value for name, value in facts.items() if name != "target"},
+        "temperatures": args.temperature,
+        "systems": {system.name: describe(system) for system in systems},
+        "weights": {"target": weights_hash(target), **{name: weights_hash(model) for name, model in models.items()}},
+        "details": detail.trees,
+    }
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:

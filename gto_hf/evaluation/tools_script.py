@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 
 from gto_hf.data import render_prompt
 from gto_hf.decoding import record_rounds
-from gto_hf.tree import TreeConfig
 
 from .bench import AUTO, as_json, bench_decode, bench_table, default_systems, limits_line, paired_ratio, sets_table
 from .draw import SUFFIXES, draw_tree
@@ -22,6 +21,7 @@ from .lossless import check
 from .misalignment import misalignment, misalignment_table
 from .prompts import load_questions, spread
 from .script import add_model_arguments, load_models, positive, question_sets, settings, writable
+from .trees import parse_trees
 
 
 def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,9 +45,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_bench(args: argparse.Namespace) -> str:
     """Measure, print the table and what limits the speed; returns the table."""
-    trees = [parse_tree(text) for text in args.trees.split(",")]
-    if len(set(trees)) < len(trees):
-        raise ValueError(f"`--trees {args.trees}` names a tree twice.")
+    trees = parse_trees(args.trees, "--trees")
     if args.max_new_tokens < 2:
         raise ValueError("`--max-new-tokens` must be 2 or more: the first token is the prefill's and needs no draft.")
     writable(args.output)
@@ -85,15 +83,6 @@ def run_bench(args: argparse.Namespace) -> str:
     if args.output is not None:
         args.output.write_text(json.dumps(as_json(results, facts), indent=1), encoding="utf-8")
     return table
-
-
-def parse_tree(text: str) -> TreeConfig:
-    """`"4x6x16"` to a [`TreeConfig`] of depth 4, top-k 6 and 16 nodes."""
-    try:
-        depth, top_k, nodes = (int(part) for part in text.split("x"))
-    except ValueError as error:
-        raise ValueError(f"`{text}` is no tree: write depth x top-k x nodes, for example 4x6x16.") from error
-    return TreeConfig(depth, top_k, nodes)
 
 
 def add_check_arguments(parser: argparse.ArgumentParser) -> None:

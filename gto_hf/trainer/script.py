@@ -7,7 +7,7 @@ Fine-tune a published draft:
     gto-hf train --model_name_or_path org/draft --target_model_name_or_path org/llm --dataset_name rows.jsonl \
         --output_dir my-draft
 
-Without `--model_name_or_path` a fresh EAGLE-3 draft is made from the target.
+Without `--model_name_or_path` a fresh EAGLE-3 draft is made from the target. `--plan` checks and counts without weights.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from gto_hf.target import text_config
 from .gto_config import GTOConfig
 from .gto_trainer import GTOTrainer
 from .load import load_target, load_tokenizer
+from .plan import PlanArguments, plan_text
 
 
 @dataclass
@@ -43,11 +44,18 @@ class DraftArguments:
 
 def main(argv: list[str] | None = None) -> None:
     """Parse, train, save; pushes to the Hub with `--push_to_hub`."""
-    parser = TrlParser((ScriptArguments, GTOConfig, ModelConfig, DraftArguments), prog="gto-hf train")
-    script_args, args, model_args, draft_args = parser.parse_args_and_config(argv)
+    kinds = (ScriptArguments, GTOConfig, ModelConfig, DraftArguments, PlanArguments)
+    parser = TrlParser(kinds, prog="gto-hf train")
+    script_args, args, model_args, draft_args, plan_args = parser.parse_args_and_config(argv)
     name = script_args.dataset_name
     if name is None:
         parser.error("--dataset_name is needed: a Hub id, a folder, or a JSON Lines file")
+    if plan_args.plan:
+        if args.target_model_name_or_path is None:
+            parser.error("--plan needs --target_model_name_or_path")
+        size = draft_args.draft_vocab_size
+        print(plan_text(args, args.target_model_name_or_path, model_args.model_name_or_path, size, name))
+        return
     if name.endswith((".json", ".jsonl")) and not Path(name).is_file():
         parser.error(f"--dataset_name: there is no file {name}")
     if model_args.model_name_or_path is None and args.target_model_name_or_path is None:

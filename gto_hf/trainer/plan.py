@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""
+`gto-hf train .. --plan`: check everything but the weights, and say what the run will need. Level 6.
+
+Models are built without memory (on the meta device), so that their sizes are those of the real classes. The memory formulas
+are those of `docs/scale.md`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from gto_hf.drafts import DraftConfig, Eagle3Draft
+from gto_hf.gto.token_loss import LOSS_ELEMENTS
+from gto_hf.target import default_feature_layers, text_config
+from gto_hf.tree import TreeConfig
+
+from .gto_config import GTOConfig
+from .load import check_target_for_training
+from .shapes import target_config
+
+
+GIB = 2**30
+SHAREGPT_ROWS = 68_000  # as EAGLE-3's training code counts it; used where the data is not here
+A100_FLOPS = 0.4 * 312e12  # per second: dense half precision, 40 % of the peak
+
+
+@dataclass
+class PlanArguments:
+    """
+    Arguments of a dry run.
+
+    Args:
+        plan (`bool`, *optional*, defaults to `False`):
+            Check everything but the weights, print what the run will need, and stop.
+    """
+
+    plan: bool = field(default=False, metadata={"help": "Check all but the weights, print what is needed, stop."})
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """
+    Numbers that memory and time follow from.
+
+    Attributes:
+        target, draft (`int`): Parameters P and p. layers, hidden, vocab, kv (`int`): L, H and V of the target, and its heads
+            of keys times their width (k · d).
+        draft_vocab (`int`): v. rows, length, steps (`int`): B, T and D: rows per device, their longest length, unrolled
+            steps of the token loss.
+        tree (`TreeConfig`): Of training. roots (`int`): Roots per row, K · m; 0 without trees.
+        score_nodes (`int`): Nodes of one target forward. element (`int`): Bytes per number of the target.
+    """
+
+    target: int
+    draft: int
+    layers: int
+    hidden: int
+    vocab: int
+    kv: int
+    draft_vocab: int
+    rows: int
+    length: int
+    steps: int
+    tree: TreeConfig
+    roots: int
+    score_nodes: int
+    element: int
+
+    def memory(self) -> dict[str, int]:
+        """Bytes on one device that holds everything, without activations of the draft's layer."""
+        text, nodes = self.rows * self.length, self.rows * self.score_nodes
+        size = self.element
+        found = {
+            "target": size * self.target,
+            "draft, gradient and Adam": 16 * self.draft,
+            "features of three layers": 3 * size * text * self.hidden,
+            "last hidden states": size * text * self.hidden,
+            "draft logits of the loss": 20 * min(LOSS_ELEMENTS, self.steps * text * self.draft_vocab),
+        }
+        if self.roots:
+            found |= {
+                "reference M0": 4 * self.draft,
+                "keys and values of the text": 2 * size * self.layers * text * self.kv,
+                "logits of tree nodes": size * nodes * self.vocab,
+                "keys and values of tree nodes": 2 * size * self.layers * nodes * self.kv,
+            }
+        return found
+
+    def per_device(self, devices: int) -> dict[str, int]:
+        """Bytes per device under each configuration of `examples/accelerate`, split over `devices` where it splits."""
+        whole = sum(self.memory().values())
+        optimizer = 12 * self.draft  # gradient and Adam's two states
+        shared = self.element * self.target + 16 * self.draft
+        gathered = (
+            self.element * self.vocab * (self.hidden + self.rows * self.length)
+        )  # the head, and logits of the text
+        return {
+            "ddp.yaml": whole,
+            "zero2.yaml": whole - optimizer + optimizer // devices,
+            "zero3.yaml": whole - shared + shared // devices + gathered,
+        }
+
+    def row_flops(self, tree_nodes: int) -> float:
+        """Operations for one row of full length, if `tree_nodes` go through the target: two per parameter and token."""
+        expanded = 1 + (self.tree.depth - 1) * self.tree.top_k  # forwards of the draft per tree
+        target = 2 * self.target * (self.length + tree_nodes)
+        token_loss = 3 * 2 * self.draft * self.length * self.steps  # forward and backward
+        trees = 2 * self.roots * expanded * 2 * self.draft  # of draft and reference
+        paths = 3 * 2 * self.draft * self.roots * self.tree.depth
+        return float(target + token_loss + trees + paths)
+
+
+def sizes_of(config: PreTrainedConfig, draft: DraftConfig, args: GTOConfig) -> Sizes:
+    """Sizes of a target and a draft by their configs; also checks that trees can be scored on the target."""
+    with torch.device("meta"):
+        target = AutoModelForCausalLM.from_config(config).eval()
+        drafted = sum(parameter.numel() for parameter in Eagle3Draft(draft).parameters())
+    tree = args.tree(TreeConfig(**draft.tree))
+    check_target_for_training(target, tree, args)
+    text = text_config(target)
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    dtype = str((args.target_model_init_kwargs or {}).get("dtype", "float32")).removeprefix("torch.")
+    return Sizes(
+        target=sum(parameter.numel() for parameter in target.parameters()),
+        draft=drafted,
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        vocab=text.vocab_size,
+        kv=heads * width,
+        draft_vocab=draft.draft_vocab_size,
+        rows=args.per_device_train_batch_size,
+        length=args.max_length,
+        steps=args.ttt_steps or tree.depth,
+        tree=tree,
+        roots=args.num_groups * args.group_size if args.gto_weight > 0 else 0,
+        score_nodes=args.score_nodes,
+        element=2 if dtype in ("bfloat16", "float16") else 4,
+    )
+
+
+def draft_config(path: str | None, target: PreTrainedConfig, draft_vocab_size: int) -> tuple[DraftConfig, str]:
+    """
+    An EAGLE-3 draft's config, and where its sizes come from.
+
+    Args:
+        path (`str`, *optional*): Folder or Hub id of the draft; None makes a fresh one.
+        target (`PreTrainedConfig`): Config of the target. draft_vocab_size (`int`): Of a fresh or unseen draft.
+
+    Raises:
+        ValueError: If a folder's draft is made for other sizes than the target's.
+    """
+    source = target.get_text_config()
+    vocab = min(draft_vocab_size, source.vocab_size)
+    said = f"shaped like the target, {vocab} tokens"
+    file = Path(path or "") / "config.json"
+    stored: dict[str, Any] = {}
+    if path is not None and file.is_file():
+        stored = json.loads(file.read_text(encoding="utf-8"))
+        for name, mine in (("vocab_size", source.vocab_size), ("target_hidden_size", source.hidden_size)):
+            if stored.get(name) is not None and stored[name] != mine:
+                raise ValueError(
+                    f"The draft `{path}` has `{name}={stored[name]}`, but the target has {mine}. Name the target that "
+                    "it was made for."
+                )
+        vocab, said = stored.get("draft_vocab_size") or source.vocab_size, f"as {file} says"
+    elif path is not None:
+        said += "; the draft itself has not been looked at"
+    heads = source.num_attention_heads
+    fields = {
+        "vocab_size": source.vocab_size,
+        "draft_vocab_size": vocab,
+        "target_hidden_size": source.hidden_size,
+        "hidden_size": source.hidden_size,
+        "intermediate_size": source.intermediate_size,
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(source, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(source, "head_dim", None) or source.hidden_size // heads,
+        "feature_layers": default_feature_layers(source.num_hidden_layers),
+    }
+    own = {name: stored[name] for name in (*fields, "own_embeddings", "tree") if stored.get(name) is not None}
+    return DraftConfig(**{**fields, **own}), said
+
+
+def plan_text(
+    args: GTOConfig, target: str, draft: str | None, draft_vocab_size: int, dataset: str, devices: int = 8
+) -> str:
+    """
+    What a run will need, after everything but the weights was checked.
+
+    Args:
+        args ([`GTOConfig`]): The run's. target (`str`), draft (`str`, *optional*): Folders or Hub ids.
+        draft_vocab_size (`int`): Of a draft that is fresh or not here. dataset (`str`): Folder, file or Hub id.
+        devices (`int`, *optional*, defaults to `8`): What the splitting configurations split over.
+
+    Raises:
+        ValueError: For everything that would stop the run before its first step and can be seen without weights.
+    """
+    if args.max_length is None:
+        raise ValueError("`max_length=None`: a plan needs the longest row, in tokens.")
+    config = target_config(target)
+    draft_shape, said = draft_config(draft, config, draft_vocab_size)
+    sizes = sizes_of(config, draft_shape, args)
+    rows, counted = _rows(dataset)
+    epochs_rows = rows * args.num_train_epochs
+    per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    most = 2 * sizes.roots * sizes.tree.total_tokens
+    hours = [epochs_rows * sizes.row_flops(nodes) / A100_FLOPS / 3600 for nodes in (0, most)]
+    tree = sizes.tree
+    lines = [
+        f"target: {target}: {sizes.target / 1e9:.2f}e9 parameters, {sizes.layers} layers, width {sizes.hidden}, "
+        f"{sizes.vocab} tokens",
+        f"draft: {draft or 'a fresh one'}: {sizes.draft / 1e9:.2f}e9 parameters ({said})",
+        f"data: {dataset}: {counted}",
+        f"trees: depth {tree.depth}, top-k {tree.top_k}, {tree.total_tokens} nodes; {sizes.roots} roots per row; at most {most} "
+        "nodes per row through the target, fewer as equal nodes are merged",
+        f"steps: {args.num_train_epochs:g} epochs of {rows} rows, {per_step} rows per step and device: "
+        f"{_steps(args, epochs_rows, per_step)}",
+        "",
+        "memory, GiB on a device that holds everything (activations of the draft's layer come on top):",
+        *(f"  {name}: {size / GIB:.2f}" for name, size in sizes.memory().items()),
+        f"per device, split over {devices} where the configuration splits:",
+        *(f"  {name}: {size / GIB:.1f}" for name, size in sizes.per_device(devices).items()),
+        "",
+        f"time: {hours[0]:.0f} to {hours[1]:.0f} A100-hours by arithmetic, at 40 % of 312 TFLOP/s and with every row "
+        f"{args.max_length} tokens long: the first if no tree node needed a forward of its own, the second if every one did",
+        "checked: options, trees, sizes and the target's architecture. Not looked at: weights"
+        + ("" if Path(dataset).exists() else ", data"),
+    ]
+    return "\n".join(lines)
+
+
+def _steps(args: GTOConfig, rows: float, per_step: int) -> str:
+    if args.max_steps > 0:
+        return f"`max_steps={args.max_steps}`"
+    return ", ".join(f"{rows / per_step / count:.0f} on {count}" for count in (1, 8))
+
+
+def _rows(dataset: str) -> tuple[int, str]:
+    """Rows of the training data, and how they were counted."""
+    if Path(dataset).is_file():
+        with open(dataset, "rb") as file:
+            rows = sum(bool(line.strip()) for line in file)
+        return rows, f"{rows} rows"
+    return SHAREGPT_ROWS, f"not here; {SHAREGPT_ROWS} rows assumed (ShareGPT)"

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`gto-hf train --plan`: the recipes of the paper's tables, the arithmetic, and what is refused."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gto_hf import GTOConfig, TreeConfig
+from gto_hf.cli import main
+from gto_hf.trainer.plan import GIB, Sizes, draft_config, plan_text, sizes_of
+from gto_hf.trainer.shapes import KNOWN_TARGETS, target_config
+from tests.tiny import tiny_draft, tiny_target
+
+
+RECIPES = sorted((Path(__file__).parents[2] / "examples" / "paper").glob("*.yaml"))
+
+
+def test_there_is_a_recipe_for_every_row_of_both_tables():
+    names = "deepseek-r1-8b llama-2-7b-griffin llama-2-7b-hass llama-3-8b-griffin llama-3-8b-hass llama-3.1-8b llama-3.3-70b"
+    assert [path.stem for path in RECIPES] == [*names.split(), "qwen3-8b", "vicuna-13b"]
+    page = (Path(__file__).parents[2] / "docs" / "reproduce.md").read_text()
+    for path in RECIPES:
+        assert f"`{path.name}`" in page
+        assert yaml.safe_load(path.read_text())["target_model_name_or_path"] in KNOWN_TARGETS
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_value_of_a_recipe_has_its_reason(path):
+    reason = None
+    for line in path.read_text().splitlines()[1:]:
+        if line.startswith("#"):
+            reason = line
+        elif line and not line.startswith(("target_model_name_or_path", "output_dir")):
+            assert reason and re.match(r"# (paper|gap): ", reason), line
+        elif not line:
+            reason = None
+    assert path.read_text().count(f"examples/paper/{path.name}") == 2
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_can_be_planned_without_weights(path, capsys):
+    assert main(["train", "--config", str(path), "--plan"]) == 0
+    out = capsys.readouterr().out
+    assert "depth 8, top-k 10, 59 nodes; 128 roots per row" in out and "Not looked at: weights, data" in out
+    assert "170000 on 1, 21250 on 8" in out
+    if "Table 1" in path.read_text():  # the page quotes these
+        page = (path.parents[2] / "docs" / "reproduce.md").read_text()
+        whole, split = (re.search(rf"{name}.yaml: ([\d.]+)", out)[1] for name in ("ddp", "zero3"))
+        least, most = (f"{int(hours):,}" for hours in re.search(r"time: (\d+) to (\d+)", out).groups())
+        assert f"| {whole} GiB | {split} GiB | {least} to {most} |" in page
+
+
+def test_the_arithmetic_is_that_of_the_page_on_scale():
+    llama8 = {"layers": 32, "hidden": 4096, "target": 8_030_000_000, "draft": 420_000_000}
+    llama70 = {"layers": 80, "hidden": 8192, "target": 70_550_000_000, "draft": 1_400_000_000}
+    common = {"vocab": 128256, "kv": 1024, "draft_vocab": 32000, "rows": 1, "length": 2048, "steps": 8}
+    common |= {"tree": TreeConfig(), "roots": 128, "score_nodes": 1024, "element": 2}
+    small, large = Sizes(**llama8, **common), Sizes(**llama70, **common)
+    assert small.per_device(8)["ddp.yaml"] / GIB == pytest.approx(24.8, abs=0.1)
+    assert large.per_device(8)["zero3.yaml"] / GIB == pytest.approx(29.2, abs=0.2)
+    assert large.memory()["target"] / GIB == pytest.approx(131.4, abs=0.1)
+    assert "reference M0" not in Sizes(**llama8, **{**common, "roots": 0}).memory()
+    # 2 P (T + nodes) + 6 p T D + 4 p K m (1 + (depth - 1) k) + 6 p K m depth, with the trees of docs/scale.md
+    by_hand = 2 * 8.03e9 * (2048 + 100) + 6 * 0.42e9 * 2048 * 8 + 4 * 0.42e9 * 128 * 71 + 6 * 0.42e9 * 128 * 8
+    assert small.row_flops(100) == pytest.approx(by_hand)
+
+
+def test_sizes_are_those_of_the_real_models(tmp_path):
+    target = tiny_target("qwen3")
+    draft = tiny_draft(target, vocab=48)
+    target.config.save_pretrained(tmp_path / "target")
+    draft.save_pretrained(tmp_path / "draft")
+    args = GTOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none", max_length=100)
+    shape, said = draft_config(str(tmp_path / "draft"), target.config, 32000)
+    sizes = sizes_of(target_config(str(tmp_path / "target")), shape, args)
+    assert sizes.target == sum(p.numel() for p in target.parameters())
+    assert sizes.draft == sum(p.numel() for p in draft.parameters())
+    assert (sizes.draft_vocab, sizes.tree, sizes.element) == (48, draft.tree, 4) and "config.json" in said
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"a": 1}\n\n{"a": 2}\n')
+    text = plan_text(args, str(tmp_path / "target"), str(tmp_path / "draft"), 32000, str(rows))
+    assert "2 rows" in text and text.endswith("Not looked at: weights")
+
+
+def test_known_shapes_have_the_published_numbers_of_parameters():
+    args = GTOConfig("x", use_cpu=True, bf16=False, report_to="none")
+    billions = {"meta-llama/Llama-3.1-8B-Instruct": 8.03, "Qwen/Qwen3-8B": 8.19, "meta-llama/Llama-2-7b-chat-hf": 6.74}
+    billions |= {"lmsys/vicuna-13b-v1.3": 13.02}
+    for name, size in billions.items():
+        config = target_config(name)
+        assert sizes_of(config, draft_config(None, config, 32000)[0], args).target / 1e9 == pytest.approx(
+            size, abs=0.01
+        )
+
+
+def test_what_a_plan_refuses(tmp_path, capsys):
+    tiny_target().config.save_pretrained(tmp_path / "target")
+    tiny_draft(tiny_target(vocab=80)).save_pretrained(tmp_path / "draft")
+    common = ["train", "--plan", "--dataset_name", "x.jsonl", "--output_dir", str(tmp_path / "out"), "--bf16", "False"]
+    mine = [*common, "--target_model_name_or_path", str(tmp_path / "target")]
+    assert main([*mine, "--model_name_or_path", str(tmp_path / "draft")]) == 1
+    assert "`vocab_size=80`, but the target has 64" in capsys.readouterr().err
+    assert main([*mine, "--tree_total_tokens", "900"]) == 1
+    assert "can hold" in capsys.readouterr().err
+    assert main([*common, "--target_model_name_or_path", str(tmp_path / "nothing")]) == 1
+    assert "No shapes of" in capsys.readouterr().err
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(json.dumps({"dataset_name": "x", "output_dir": "y", "num_gruops": 4}))
+    assert main(["train", "--config", str(recipe), "--plan"]) == 1
+    assert "num_gruops" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
