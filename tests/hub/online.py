@@ -20,7 +20,7 @@ from unittest.mock import patch
 from .server import Hub
 
 
-TOKEN = "hf_ofTheTestUserOnly"
+TOKEN = "hf_ofTheTestUserAndOfNobodyElse"
 USER = "me"
 
 
