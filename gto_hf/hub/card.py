@@ -38,6 +38,7 @@ def draft_card(
     license: str | None = None,
     training: dict[str, Any] | None = None,
     results: list[Measured] | None = None,
+    base_model: str | None = None,
 ) -> ModelCard:
     """
     Card of a draft.
@@ -52,11 +53,12 @@ def draft_card(
         license (`str`, *optional*): Hub identifier of the draft's licence.
         training (`dict`, *optional*): What `training_summary.json` beside the draft says.
         results (`list[Measured]`, *optional*): From [`read_results`]; without them the card says that nothing was measured.
+        base_model (`str`, *optional*): Hub id of the target, where the config only describes it.
     """
     training, results = training or {}, results or []
     name = Path(name).name if is_path(name) else name
     target = config.target or {}
-    target_id = target.get("name_or_path") if is_hub_id(target.get("name_or_path")) else None
+    target_id = base_model or (target.get("name_or_path") if is_hub_id(target.get("name_or_path")) else None)
     base = _base_draft(config, adapter, training)
     dataset_name = dataset_name or training.get("dataset")
     data = ModelCardData(
@@ -161,12 +163,13 @@ def _settings(results: list[Measured]) -> list[tuple[str, Any]]:
 
 def _training_rows(training: dict[str, Any], base: str | None) -> list[tuple[str, Any]]:
     """Rows of the table on training, from `training_summary.json`; what it does not say is not shown."""
+    said = [("data", training["data"])] if training.get("data") else []
     counts = ("rows", "steps", "epochs", "tokens read (prompts included)", "trained tokens")
     numbers = [(key, f"{training[key]:,}") for key in counts if training.get(key) is not None]
     parts = ("objective", "settings", "training tree", "adapter", "hardware", "versions")
     texts = [(key, ", ".join(f"{k} {v}" for k, v in training[key].items())) for key in parts if training.get(key)]
     start = [("started from", f"`{base}`")] if base else []
-    return [*start, *numbers, *texts]
+    return [*start, *said, *numbers, *texts]
 
 
 def _eval_results(results: list[Measured]) -> list[EvalResult]:
@@ -185,7 +188,7 @@ def _eval_results(results: list[Measured]) -> list[EvalResult]:
                     task_name="Speculative decoding",
                     dataset_type="gto-hf-questions",
                     dataset_name=f"{each.prompts} prompts, hash {hashed}",
-                    dataset_revision=str(hashed),
+                    dataset_config=str(hashed),  # figures of other prompts are results of their own
                     metric_type=metric,
                     metric_name=f"{label}, {each.kind} {each.shape}, T={each.temperature:g}",
                     metric_value=round(value, 3),

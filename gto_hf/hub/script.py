@@ -15,6 +15,7 @@ from transformers.utils import cached_file
 from gto_hf.checkpoints import AutoDraft
 from gto_hf.checkpoints.adapters import is_adapter
 from gto_hf.checkpoints.files import read_config
+from gto_hf.target import is_hub_id
 
 from .card import MARK, SUMMARY_FILE, draft_card
 from .results import Measured, read_results
@@ -34,7 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--name", default=None, help="Hub id to show; default: that of the draft, or its folder's name"
     )
-    parser.add_argument("--target", default=None, help="Hub id of the target, if the draft's config has none")
+    parser.add_argument(
+        "--target", default=None, help="Hub id of the target, where the draft's config only describes it"
+    )
     parser.add_argument("--license", default=None, help="Hub identifier of the draft's licence, such as apache-2.0")
     parser.add_argument("--dataset", default=None, help="Hub id of the training data")
     parser.add_argument(
@@ -67,9 +70,8 @@ def run(args: argparse.Namespace) -> ModelCard:
     adapter = is_adapter(read_config(args.draft))
     if adapter:
         config._name_or_path = _adapters_base(args)
-    if args.target is not None:
-        config.target = {**(config.target or {}), "name_or_path": args.target}
-    target = (config.target or {}).get("name_or_path")
+    named = (config.target or {}).get("name_or_path")
+    target = named if is_hub_id(named) else args.target
     results: list[Measured] = []
     for path in args.results:
         results += read_results(path, system=args.system, target=target)
@@ -81,6 +83,7 @@ def run(args: argparse.Namespace) -> ModelCard:
         license=args.license,
         training=_training(args),
         results=results,
+        base_model=args.target,
     )
     if output is not None:
         card.save(output)
