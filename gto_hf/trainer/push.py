@@ -60,11 +60,13 @@ class PushingTrainer(ResumableTrainer):
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Upload a copy of what is on disk now."""
-        jobs = [] if self.push_in_progress is None else list(self.push_in_progress.jobs)
-        waits = any(not job.done() for job in jobs) and not self.args.hub_always_push
-        if not self.is_world_process_zero() or self.args.hub_strategy == HubStrategy.END or waits:
+        if not self.is_world_process_zero() or self.args.hub_strategy == HubStrategy.END:
             return
-        run, checkpoint = Path(self.args.output_dir), Path(checkpoint_folder)
+        jobs = [] if self.push_in_progress is None else list(self.push_in_progress.jobs)
+        if not all(job.done() for job in jobs) and not self.args.hub_always_push:
+            return
+        output_dir = self.args.output_dir
+        run, checkpoint = Path(output_dir), Path(checkpoint_folder)
         if not jobs:  # of a run that was killed
             for left in run.glob(f"{_STAGE}*"):
                 shutil.rmtree(left, ignore_errors=True)
@@ -77,7 +79,7 @@ class PushingTrainer(ResumableTrainer):
         try:
             super()._push_from_checkpoint(str(stage / checkpoint.name))
         finally:
-            self.args.output_dir = str(run)
+            self.args.output_dir = output_dir
         done = [] if self.push_in_progress is None else self.push_in_progress.jobs
         _when_done([job for job in done if job not in jobs], lambda: shutil.rmtree(stage, ignore_errors=True))
 

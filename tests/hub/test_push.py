@@ -109,7 +109,12 @@ def test_a_revision_is_pinned(tmp_path):
     first.push_to_hub("me/pinned-draft")
     commit = HfApi().model_info("me/pinned-draft").sha
     second.push_to_hub("me/pinned-draft")
+    before = len(hub().log)
     assert equal(AutoDraft.from_pretrained("me/pinned-draft"), second)
+    asked = [line for line in hub().log[before:] if "/resolve/" in line]
+    newest = HfApi().model_info("me/pinned-draft").sha  # the weights are those of the config's commit
+    assert asked and all(f"/resolve/{newest}/" in line for line in asked if "config.json" not in line)
+    assert any("model.safetensors" in line for line in asked)
     old = AutoDraft.from_pretrained("me/pinned-draft", revision=commit)
     assert equal(old, first) and old.config._commit_hash == commit
     second.push_to_hub("me/pinned-draft", revision="side")  # a branch of its own
