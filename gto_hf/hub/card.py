@@ -164,7 +164,7 @@ def _settings(results: list[Measured]) -> list[tuple[str, Any]]:
 def _training_rows(training: dict[str, Any], base: str | None) -> list[tuple[str, Any]]:
     """Rows of the table on training, from `training_summary.json`; what it does not say is not shown."""
     said = [("data", training["data"])] if training.get("data") else []
-    counts = ("rows", "steps", "epochs", "tokens read (prompts included)", "trained tokens")
+    counts = ("rows", "steps", "weights of step", "epochs", "tokens read (prompts included)", "trained tokens")
     numbers = [(key, f"{training[key]:,}") for key in counts if training.get(key) is not None]
     parts = ("objective", "settings", "training tree", "adapter", "hardware", "versions")
     texts = [(key, ", ".join(f"{k} {v}" for k, v in training[key].items())) for key in parts if training.get(key)]

@@ -60,12 +60,14 @@ def training_summary(trainer: Trainer, dataset: str | None) -> dict[str, Any]:
     objective = {"token_objective": args.token_objective, "ttt_steps": trainer.ttt_steps, "ttt_decay": args.ttt_decay}
     term = {name: getattr(args, name) for name in _TREE_TERM} if args.gto_weight > 0 else {"gto_weight": 0}
     base = as_draft(trainer.accelerator.unwrap_model(trainer.model)).name_or_path
+    best = state.best_global_step if args.load_best_model_at_end and not trainer.is_in_train else None
     count = torch.accelerator.device_count() if torch.accelerator.is_available() and not args.use_cpu else 0
     summary = {
         "base_draft": _on_hub(base),
         "dataset": _on_hub(dataset),
         "rows": None if data is None or data.sample else data.kept,
         "steps": state.global_step,
+        "weights of step": best,
         "epochs": None if state.epoch is None else round(state.epoch, 3),
         "tokens read (prompts included)": trainer._total_train_tokens,
         "trained tokens": _trained_tokens(trainer, rows),
@@ -77,7 +79,7 @@ def training_summary(trainer: Trainer, dataset: str | None) -> dict[str, Any]:
         },
         "training tree": trainer.tree.to_dict(),
         "adapter": _adapter(trainer.accelerator.unwrap_model(trainer.model)),
-        "evaluation": _evaluation(args, rows),
+        "evaluation": _evaluation(args, [row for row in rows if best in (None, row["step"])]),
         "hardware": {
             "processes": args.world_size,
             "device": machine(),

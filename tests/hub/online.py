@@ -44,6 +44,8 @@ def worker(folder: Path) -> Iterator[ProcessPoolExecutor]:
     """A process with a Hub of its own and an empty cache below `folder`; it gets calls of `_run`."""
     changes = {
         "HF_HOME": str(folder / "home"),
+        "HF_HUB_CACHE": str(folder / "home" / "hub"),
+        "HF_DATASETS_CACHE": str(folder / "home" / "datasets"),
         "HF_HUB_OFFLINE": "0",
         "HF_HUB_DISABLE_XET": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",

@@ -253,6 +253,24 @@ def test_the_trainers_card_says_what_the_run_was(llama, tmp_path):
     )[1]
 
 
+def test_the_evaluation_on_the_card_is_that_of_the_weights(llama, tmp_path):
+    rows = written_rows(llama, 6, 20)
+    trainer = make(
+        tiny_draft(llama), llama, rows, tmp_path, max_steps=2, eval_rows=Dataset.from_list(rows), eval_strategy="steps",
+        eval_steps=1, eval_prompts=2, eval_max_new_tokens=8, save_strategy="steps", save_steps=1,
+        load_best_model_at_end=True, metric_for_best_model="step", greater_is_better=False,
+    )  # fmt: skip
+    measure = trainer.evaluate
+    trainer.evaluate = lambda *args, **kwargs: measure() | {"eval_step": trainer.state.global_step}
+    trainer.train()
+    trainer.create_model_card()
+    summary = json.loads((tmp_path / "training_summary.json").read_text())
+    assert (summary["steps"], summary["weights of step"], summary["evaluation"]["step"]) == (2, 1, 1)
+    assert "| weights of step | 1 |" in (tmp_path / "README.md").read_text()
+    early = json.loads((tmp_path / "checkpoint-1" / "training_summary.json").read_text())
+    assert (early["steps"], early["weights of step"]) == (1, None)
+
+
 def test_an_adapters_card_names_its_base(llama, tmp_path):
     tiny_draft(llama).save_pretrained(tmp_path / "base")
     loaded = AutoDraft.from_pretrained(tmp_path / "base")
