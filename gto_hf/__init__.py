@@ -9,6 +9,7 @@ undoes that. The trainer and the evaluation are imported on first use, so decodi
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from . import hub  # noqa: F401 - a pushed draft gets its card
 from .checkpoints import AutoDraft
 from .decoding import (
     DecodingStatistics,

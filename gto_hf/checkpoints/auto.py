@@ -67,6 +67,8 @@ class AutoDraft:
         source = str(pretrained_model_name_or_path)
         hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
         config = read_config(source, **hub)
+        if config["_commit_hash"] is not None:  # config and weights of one commit, whatever is pushed in between
+            hub["revision"] = kwargs["revision"] = config["_commit_hash"]
         if is_adapter(config):
             options = {"target": target, "tree": tree, "feature_layers": feature_layers, **kwargs}
             draft = merge_adapter(source, cls._base(source, config, base, options), **hub)

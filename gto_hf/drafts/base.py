@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -81,6 +83,9 @@ class DraftModel(PreTrainedModel):
 
     # Whether the draft reads the target's features; one that does not reads the text from its first token on.
     reads_features = True
+
+    # Makes a folder ready for a push, `(draft, Hub id, folder)`: card, no paths. Set by `gto_hf.hub`, which stands above.
+    prepare_push: Callable[..., None] | None = None
 
     config: DraftConfig
 
@@ -287,7 +292,13 @@ class DraftModel(PreTrainedModel):
     def enable_input_require_grads(self) -> None:
         """Nothing to do: gradients enter through the layers, not the embedding (asked for by PEFT trainers)."""
 
-    # ------------------------------------------------------------------ loading
+    # ------------------------------------------------------------------ pushing and loading
+    def _upload_modified_files(self, working_dir: Any, repo_id: str, *args: Any, **kwargs: Any) -> Any:
+        """The last step of `push_to_hub` and of `save_pretrained(push_to_hub=True)`: the draft's own card goes along."""
+        if self.prepare_push is not None:
+            self.prepare_push(self, repo_id, Path(working_dir))
+        return super()._upload_modified_files(working_dir, repo_id, *args, **kwargs)
+
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Self:
         """

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from trl import SFTConfig
 
 from gto_hf.gto import AGGREGATIONS, TOKEN_OBJECTIVES
+from gto_hf.hub import publishable
 from gto_hf.tree import TreeConfig
 
 
@@ -248,5 +250,17 @@ class GTOConfig(SFTConfig):
         return TreeConfig(**{**draft_tree.to_dict(), **{k: v for k, v in given.items() if v is not None}})
 
     def __getstate__(self) -> dict[str, Any]:
-        # `training_args.bin` is a pickle of this object and is pushed to the Hub: keep the token out of it.
-        return {**self.__dict__, "hub_token": None}
+        # `training_args.bin` is a pickle of this object and is pushed to the Hub: keep tokens and paths out of it.
+        return publishable(self.__dict__)
+
+    def __copy__(self) -> GTOConfig:
+        return self._copied(self.__dict__)
+
+    def __deepcopy__(self, memo: dict) -> GTOConfig:
+        return self._copied(copy.deepcopy(self.__dict__, memo))
+
+    def _copied(self, values: dict[str, Any]) -> GTOConfig:
+        """A config with these values: copies keep what pickles leave out."""
+        new = object.__new__(type(self))
+        new.__dict__.update(values)
+        return new

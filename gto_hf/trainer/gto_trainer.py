@@ -10,7 +10,6 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,7 +33,6 @@ from gto_hf.gto import (
     supervised_targets,
     token_loss,
 )
-from gto_hf.hub import draft_card
 from gto_hf.lora import Reference, draft_peft_config, is_peft
 
 from .acceptance import Acceptance, kept_rng
@@ -53,15 +51,14 @@ from .load import (
 from .logs import log_tokens, logged_names
 from .nonfinite import check_gradient, explain_nonfinite_trees, nonfinite_loss
 from .place import is_split, largest_over_ranks, place_target
-from .push import AdapterPushCallback
+from .push import AdapterPushCallback, PushingTrainer
 from .report import ReportCallback
-from .resume import ResumableTrainer
 from .rows import RowPreparation
 from .sums import Sums
 from .terms import Plan, TreeTerm, tree_term
 
 
-class GTOTrainer(ResumableTrainer):
+class GTOTrainer(PushingTrainer):
     """
     Trainer for draft models with Group Tree Optimization, proposed in the paper [Bridging Draft Policy Misalignment:
     Group Tree Optimization for Speculative Decoding](https://huggingface.co/papers/2509.22134).
@@ -428,21 +425,3 @@ class GTOTrainer(ResumableTrainer):
         with torch.no_grad():
             loss = self.compute_loss(model, inputs)
         return loss.detach(), None, None
-
-    def create_model_card(
-        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
-    ) -> None:
-        """Write `README.md` for the draft: what it is, which target it serves, how to use it."""
-        if not self.is_world_process_zero():
-            return
-        extra = [tags] if isinstance(tags, str) else list(tags or [])
-        draft = as_draft(self.accelerator.unwrap_model(self.model))
-        card = draft_card(
-            draft.config,
-            name=self.hub_model_id or model_name or Path(self.args.output_dir).name,
-            dataset_name=dataset_name,
-            tags=[*self._tag_names, *extra],
-            adapter=is_peft(self.model),
-            paper=self._paper,
-        )
-        card.save(f"{self.args.output_dir}/README.md")

@@ -36,6 +36,10 @@ class Sums:
         """Add to a quantity that is logged as it is."""
         self._totals[name] += float(value)
 
+    def waiting(self, name: str) -> float:
+        """A total of this process that has not been logged yet."""
+        return float(self._totals[name])
+
     def clear(self) -> None:
         """Start anew."""
         for tensor in (*self._means.values(), *self._totals.values()):
