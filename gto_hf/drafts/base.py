@@ -255,6 +255,15 @@ class DraftModel(PreTrainedModel):
             self._borrowed = Borrowed(embedding)
         return self
 
+    def share_embedding(self, target: nn.Module) -> None:
+        """Drop an embedding of the draft's own that is the target's, number for number; it will be borrowed."""
+        if not self.config.own_embeddings:
+            return
+        own, theirs = self.embed_tokens.weight, unwrap(target).get_input_embeddings().weight
+        if own.shape == theirs.shape and torch.equal(own, theirs.detach().to(own.device, own.dtype)):
+            del self.embed_tokens
+            self.config.own_embeddings = False
+
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Token embeddings `(rows, F, H)` from the draft's own or the attached target's table."""
         if self.config.own_embeddings:
