@@ -155,7 +155,7 @@ def test_a_3_1_draft_learns_and_is_accepted():
     draft = Eagle3Draft.from_target(
         target, draft_vocab_size=60, token_counts=torch.arange(64, 0, -1), tree=TREE, qk_norm=True, **THREE_ONE
     )
-    train_tiny(draft, target, rows)
+    train_tiny(draft, target, rows, steps=120)
     output = target.generate(
         prompts[:1], attention_mask=torch.ones_like(prompts[:1]), assistant_model=draft, do_sample=False,
         max_length=60, eos_token_id=None, return_dict_in_generate=True,

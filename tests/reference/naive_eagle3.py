@@ -4,6 +4,8 @@
 Nothing of the package's draft code is used; only the stored tensors and sizes. Everything is differentiable.
 """
 
+import math
+
 import torch
 
 
@@ -11,13 +13,29 @@ def rms_norm(x, weight, eps):
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
 
 
-def rotate(x, positions, theta, share=1.0):
-    """x: (heads, length, dim); rotary embedding with halves, as Llama's, on the first `share` of the dimensions."""
-    turned, rest = x.split([int(x.shape[-1] * share), x.shape[-1] - int(x.shape[-1] * share)], -1)
-    half = turned.shape[-1] // 2
-    inv_freq = theta ** (-torch.arange(half, dtype=torch.float64) / half)
+def frequencies(dim, theta):
+    """Inverse frequencies (dim / 2,) of the default rotary embedding, and its factor on cosine and sine."""
+    return theta ** (-torch.arange(dim // 2, dtype=torch.float64) / (dim // 2)), 1.0
+
+
+def yarn(dim, theta, factor, length):
+    """Those of yarn: fast dimensions as they are, slow ones `factor` times slower, a ramp between; `length` trained on."""
+    inv_freq, _ = frequencies(dim, theta)
+
+    def dimension(turns):
+        return dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = max(math.floor(dimension(32)), 0), min(math.ceil(dimension(1)), dim - 1)
+    ramp = ((torch.arange(dim // 2, dtype=torch.float64) - low) / max(high - low, 0.001)).clamp(0, 1)
+    return inv_freq / factor * ramp + inv_freq * (1 - ramp), 0.1 * math.log(factor) + 1
+
+
+def rotate(x, positions, inv_freq, scale=1.0):
+    """x: (heads, length, dim); rotary embedding with halves, as Llama's, on the first 2 * len(inv_freq) dimensions."""
+    half = len(inv_freq)
+    turned, rest = x[..., : 2 * half], x[..., 2 * half :]
     angle = (positions.double()[:, None] * inv_freq).to(x.dtype)
-    cos, sin = angle.cos(), angle.sin()
+    cos, sin = angle.cos() * scale, angle.sin() * scale
     a, b = turned[..., :half], turned[..., half:]
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
 
@@ -29,10 +47,25 @@ class NaiveEagle3:
     """
 
     def __init__(self, draft, embedding):
-        self.w = dict(draft.named_parameters())
-        self.c = draft.config
-        self.kept = (draft.d2t + torch.arange(len(draft.d2t))).tolist()
-        self.embedding = embedding
+        self._set(dict(draft.named_parameters()), draft.config, draft.d2t, embedding)
+
+    @classmethod
+    def of_tensors(cls, weights, config, d2t, embedding):
+        """From tensors with SafeAILab's names and an object with a draft config's fields."""
+        self = cls.__new__(cls)
+        self._set(weights, config, d2t, embedding)
+        return self
+
+    def _set(self, weights, config, d2t, embedding):
+        self.w, self.c, self.embedding = weights, config, embedding
+        self.kept = (d2t + torch.arange(len(d2t))).tolist()
+        rope = config.rope_parameters
+        dim = int(config.head_dim * rope.get("partial_rotary_factor", 1.0))
+        if rope["rope_type"] == "yarn":
+            length = rope["original_max_position_embeddings"]
+            self.rotary = yarn(dim, rope["rope_theta"], rope["factor"], length)
+        else:
+            self.rotary = frequencies(dim, rope["rope_theta"])
 
     def norm(self, x, name):
         return rms_norm(x, self.w[f"{name}.weight"], self.c.rms_norm_eps)
@@ -45,12 +78,11 @@ class NaiveEagle3:
         """Causal attention over a whole chain; x: (length, whatever the projections read)."""
         c = self.c
         heads, kv_heads, dim = c.num_attention_heads, c.num_key_value_heads, c.head_dim
-        length, rope = len(x), c.rope_parameters
+        length = len(x)
         q, k, v = (self.linear(x, f"{name}.{n}_proj").view(length, -1, dim).transpose(0, 1) for n in "qkv")
         if c.qk_norm:
             q, k = self.norm(q, f"{name}.q_norm"), self.norm(k, f"{name}.k_norm")
-        share = rope.get("partial_rotary_factor", 1.0)
-        q, k = (rotate(t, positions, rope["rope_theta"], share) for t in (q, k))
+        q, k = (rotate(t, positions, *self.rotary) for t in (q, k))
         k, v = (t.repeat_interleave(heads // kv_heads, 0) for t in (k, v))
         out = []
         for i in range(length):  # every position attends to those up to itself, as far back as the window reaches
