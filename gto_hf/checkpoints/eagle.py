@@ -58,6 +58,8 @@ def read(
         DraftCheckpointError: Names missing tensors, contradicting sizes, or the missing argument.
     """
     norms = any(name in tensors for name in _RENAMED)
+    bias, stated = "fc.bias" in tensors, config.get("bias", True)
+    decided = () if bias == bool(stated) else (f"`fc` has {'a' if bias else 'no'} bias, as the tensors say",)
     ours = {_RENAMED.get(name, name): tensor for name, tensor in tensors.items()}
     return draft_of(
         "EAGLE-1/2 in SafeAILab's layout",
@@ -68,7 +70,8 @@ def read(
         feature_layers,
         target_layers,
         lambda name: _ORIGINAL.get(name, name),
+        decided,
         draft_type="eagle",
-        fc_bias="fc.bias" in tensors,
+        fc_bias=bias,
         layernorms=norms,
     )

@@ -15,7 +15,7 @@ import torch
 
 from gto_hf.drafts import DRAFTS, DraftCheckpointError, DraftConfig, check_loaded
 
-from .safeailab import _rope
+from .rope import read_rope
 
 
 # The layer, after every dialect's names have become ours.
@@ -42,6 +42,7 @@ def draft_of(
     feature_layers: list[int] | None,
     target_layers: int | None,
     theirs: Callable[[str], str] = str,
+    decided: tuple[str, ...] = (),
     **fields: Any,
 ) -> tuple[DraftConfig, dict[str, torch.Tensor]]:
     """
@@ -55,6 +56,7 @@ def draft_of(
         required (`tuple[str, ...]`): Tensors that must be there beside the layer's.
         feature_layers, target_layers: See [`AutoDraft.from_pretrained`]; one of them tells the number of the last layer.
         theirs (`Callable`, *optional*): From our name of a tensor to the one in the file, for messages.
+        decided (`tuple[str, ...]`, *optional*): What the dialect had to decide, for `config.source`.
         **fields: [`DraftConfig`] fields that are the draft type's own.
 
     Raises:
@@ -77,6 +79,7 @@ def draft_of(
     vocab = found.pop("vocab_size", config.get("vocab_size"))
     if vocab is None:
         raise DraftCheckpointError(f"`{source}` stores no embedding, and its config has no `vocab_size`.")
+    rope, decisions = read_rope(source, config)
     made = DraftConfig(
         **found,
         **_heads(source, config, tensors, theirs),
@@ -86,12 +89,13 @@ def draft_of(
         hidden_act=config.get("hidden_act", "silu"),
         rms_norm_eps=config.get("rms_norm_eps", 1e-6),
         max_position_embeddings=config.get("max_position_embeddings", 2048),
-        rope_parameters=_rope(config),
+        rope_parameters=rope,
         feature_layers=_last_layer(what, source, feature_layers, target_layers),
         bos_token_id=config.get("bos_token_id"),
         eos_token_id=config.get("eos_token_id"),
         pad_token_id=config.get("pad_token_id"),
         trained_length=config.get("max_position_embeddings"),
+        source={"dialect": what, "decisions": [*decisions, *decided]},
         **fields,
     )
     whole = {"d2t": torch.zeros(vocab, dtype=torch.long), "t2d": torch.ones(vocab, dtype=torch.bool)}

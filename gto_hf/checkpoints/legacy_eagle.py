@@ -42,9 +42,10 @@ def read(
             f"`{source}` reads as an EAGLE-1/2 draft of speculators, but its config has no `transformer_layer_config`."
         )
     ours = {_renamed(name, _PREFIXES): tensor for name, tensor in tensors.items()}
-    head = ours.get("lm_head.weight")
+    head, decided = ours.get("lm_head.weight"), ()
     if head is not None and tuple(head.shape) == (layer.get("vocab_size"), layer.get("hidden_size")):
         del ours["lm_head.weight"]
+        decided = ("`lm_head.weight` is left out: the head is the target's",)
     norms = any(name in ours for name in _NORMS)
     stated = config.get("layernorms")
     if stated is not None and bool(stated) != norms:
@@ -61,6 +62,7 @@ def read(
         feature_layers,
         target_layers,
         _theirs,
+        decided,
         draft_type="eagle",
         fc_bias="fc.bias" in ours,
         layernorms=norms,

@@ -7,7 +7,7 @@ The feature is what the head reads: the hidden state after the target's final no
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from gto_hf.target import LogitHead, fingerprint, target_head, unwrap
 from .attention import DraftRotaryEmbedding, KeyValues
 from .base import Borrowed, DraftOutput
 from .config import DraftConfig
-from .fresh import FeatureDraft, copy_weight, last_layer
+from .fresh import FeatureDraft, copy_weight, last_layers
 
 
 class LastFeatureDraft(FeatureDraft):
@@ -148,9 +148,8 @@ class LastFeatureDraft(FeatureDraft):
         joint, width = self.joint, self.config.hidden_size
         joint.weight.mul_(0.1)
         joint.weight[:, -width:] += torch.eye(width, dtype=self.dtype, device=self.device)
-        last = last_layer(target)
-        own: dict[str, Any] = {} if last is None else dict(self.layers[0].named_parameters())
-        for name, weight in [] if last is None else last.named_parameters():
+        own = dict(self.layers[0].named_parameters())
+        for name, weight in (pair for last in last_layers(target, 1) for pair in last.named_parameters()):
             if name == "mlp.down_proj.weight":  # GRIFFIN's writes two vectors; both start as the target's one
                 for part in own[name].split(width):
                     copy_weight(part, weight)
