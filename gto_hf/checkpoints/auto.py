@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 from os import PathLike
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import nn
 
 from gto_hf.drafts import DRAFTS, DraftCheckpointError, DraftConfig, DraftModel, check_loaded, check_values
@@ -15,7 +18,7 @@ from gto_hf.tree import TreeConfig
 
 from .adapters import base_name, is_adapter, merge_adapter
 from .dialects import find_dialect
-from .files import lasting_name, read_config, read_tensors
+from .files import check_stored, lasting_name, read_config, read_tensors
 
 
 _HUB_ARGUMENTS = ("revision", "cache_dir", "token", "local_files_only", "force_download", "subfolder")
@@ -89,11 +92,13 @@ class AutoDraft:
                 raise DraftCheckpointError(
                     f"`{source}` is a draft of type {kind!r}; this gto-hf knows {', '.join(DRAFTS)}. Upgrade gto-hf."
                 )
-            if feature_layers is not None and list(feature_layers) != config["feature_layers"]:
-                raise ValueError(f"`{source}` says `feature_layers={config['feature_layers']}`; do not override them.")
+            if feature_layers is not None and list(feature_layers) != config.get("feature_layers"):
+                raise ValueError(
+                    f"`{source}` says `feature_layers={config.get('feature_layers')}`; do not override them."
+                )
             if said:
                 raise ValueError(f"`{source}` was saved by gto-hf and says all of itself; leave out {sorted(said)}.")
-            draft = DRAFTS[kind].from_pretrained(source, **({"dtype": dtype} if dtype else {}), **kwargs)
+            draft = cls._own(source, config, {**({"dtype": dtype} if dtype else {}), **kwargs}, hub)
         else:
             unknown = sorted(set(kwargs) - set(hub))
             if unknown:
@@ -132,6 +137,22 @@ class AutoDraft:
             raise DraftCheckpointError(
                 f"The base draft `{name}` of the adapter `{source}` cannot be loaded: {error} Pass the base draft or its "
                 "path as `base=`."
+            ) from error
+
+    @staticmethod
+    def _own(source: str, config: dict[str, Any], kwargs: dict[str, Any], hub: dict[str, Any]) -> DraftModel:
+        """A draft that gto-hf saved; its files are looked at before anything is loaded."""
+        try:
+            DraftConfig.from_dict({k: v for k, v in config.items() if k != "_commit_hash"})
+        except (ValueError, TypeError, AttributeError, StrictDataclassError) as error:
+            raise DraftCheckpointError(f"`config.json` of `{source}` describes no draft: {error}") from error
+        if "variant" not in kwargs:  # files of other names
+            check_stored(source, **hub)
+        try:
+            return DRAFTS[config["draft_type"]].from_pretrained(source, **kwargs)
+        except (UnpicklingError, SafetensorError, EOFError) as error:
+            raise DraftCheckpointError(
+                f"The weights of `{source}` cannot be read as plain tensors: {error}"
             ) from error
 
     @staticmethod

@@ -13,6 +13,7 @@ import warnings
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 
 from gto_hf.drafts import DraftCheckpointError, DraftConfig
 from gto_hf.target import default_feature_layers
@@ -116,10 +117,9 @@ class Eagle3File:
             )
         missing = [name for name in REQUIRED if name not in self.tensors]
         if missing:
-            theirs = {our_name(name): name for name in tensors}
             raise DraftCheckpointError(
                 f"`{source}` reads as an EAGLE-3 draft in {dialect}'s spelling, but {len(missing)} of {len(REQUIRED)} "
-                f"required tensors are missing: {', '.join(f'`{theirs.get(k, k)}`' for k in missing[:5])}."
+                f"required tensors are missing: {', '.join(f'`{k}`' for k in missing[:5])} (names as gto-hf has them)."
             )
 
     # ------------------------------------------------------------------ notes and checks
@@ -305,7 +305,7 @@ class Eagle3File:
                 pad_token_id=self.config.get("pad_token_id"),
                 source={"dialect": self.dialect, "decisions": self.decisions},
             )
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, StrictDataclassError) as error:
             if isinstance(error, DraftCheckpointError):
                 raise
             raise DraftCheckpointError(f"`config.json` of `{self.source}` describes no draft: {error}") from error

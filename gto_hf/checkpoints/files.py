@@ -11,7 +11,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from transformers.utils import cached_file, extract_commit_hash
 
@@ -20,10 +20,11 @@ from gto_hf.drafts import DraftCheckpointError
 
 _WEIGHTS = (
     "model.safetensors",
-    "model.safetensors.index.json",
     "pytorch_model.bin",
+    "model.safetensors.index.json",
     "pytorch_model.bin.index.json",
 )
+_FLOATS = ("F16", "BF16", "F32", "F64")
 
 
 def read_config(source: str, **hub: Any) -> dict[str, Any]:
@@ -85,7 +86,37 @@ def read_tensors(source: str, **hub: Any) -> dict[str, torch.Tensor]:
         path = _fetch(source, name, hub)
         if path is not None:
             return _sharded(source, name, path, hub) if name.endswith(".json") else _plain_tensors(source, name, path)
-    raise DraftCheckpointError(f"`{source}` holds no weights: none of {', '.join(f'`{name}`' for name in _WEIGHTS)}.")
+    raise _no_weights(source)
+
+
+def _no_weights(source: str) -> DraftCheckpointError:
+    return DraftCheckpointError(f"`{source}` holds no weights: none of {', '.join(f'`{n}`' for n in _WEIGHTS)}.")
+
+
+def check_stored(source: str, **hub: Any) -> None:
+    """
+    Look at the headers of a draft's safetensors before anything is loaded: complete files, and floating-point weights.
+
+    Raises:
+        DraftCheckpointError: Names the file, and the tensor of the wrong kind.
+    """
+    name = "model.safetensors"
+    path = _fetch(source, name, hub)
+    if path is None:
+        if all(_fetch(source, other, hub) is None for other in _WEIGHTS):
+            raise _no_weights(source)
+        return  # shards and pickles are checked as they are loaded
+    try:
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118
+                kind = file.get_slice(key).get_dtype()
+                if key not in ("d2t", "t2d") and kind not in _FLOATS:
+                    raise DraftCheckpointError(
+                        f"`{key}` in `{name}` of `{source}` is stored as {kind}, which is no weight that can be read. Save "
+                        "the draft again in a floating-point dtype."
+                    )
+    except SafetensorError as error:
+        raise DraftCheckpointError(f"`{name}` of `{source}` cannot be read as plain tensors: {error}") from error
 
 
 def _sharded(source: str, name: str, path: str, hub: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -120,7 +151,7 @@ def _plain_tensors(source: str, name: str, path: str) -> dict[str, torch.Tensor]
         if name.endswith(".safetensors"):
             return load_file(path)
         tensors = torch.load(path, map_location="cpu", weights_only=True)
-    except (SafetensorError, UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+    except (SafetensorError, UnpicklingError, RuntimeError, EOFError, ValueError, OSError) as error:
         raise DraftCheckpointError(f"`{name}` of `{source}` cannot be read as plain tensors: {error}") from error
     if not isinstance(tensors, dict) or not all(
         isinstance(k, str) and isinstance(t, torch.Tensor) for k, t in tensors.items()

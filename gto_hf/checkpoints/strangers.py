@@ -13,7 +13,6 @@ import torch
 _KNOWN_HEADS = ("eagle", "eagle3")
 # Marks in tensors' names, most telling first.
 _MARKS = (
-    (r"\.lora_[AB]\.", "a LoRA adapter without its `adapter_config.json`"),
     (r"^(module\.)?mask_hidden$", "a P-EAGLE head, which drafts in parallel"),
     (r"^medusa_head|^parallel_draft_heads\.|^\d+\.\d+\.linear\.", "a set of Medusa heads"),
     (r"(^|\.)eh_proj\.|^mtp\.", "a multi-token-prediction (MTP) layer of its target"),
@@ -37,6 +36,8 @@ def recognise(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> str |
     architecture = str(next(iter(config.get("architectures") or []), ""))
     if "dflash_config" in config or architecture.startswith("DFlash"):
         return "a DFlash head, which drafts blocks by diffusion"
+    if any(re.search(r"\.lora_[AB]\.", name) for name in tensors):
+        return "a LoRA adapter without its `adapter_config.json`"
     layers = {int(m[1]) for m in (re.search(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.", name) for name in tensors) if m}
     if len(layers) > 1 and not any(
         name in tensors or f"model.{name}" in tensors for name in ("fc.weight", "fc.fc.weight")

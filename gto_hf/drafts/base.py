@@ -307,12 +307,20 @@ class DraftModel(PreTrainedModel):
         [`AutoDraft.from_pretrained`] reads this and the published layouts.
 
         Raises:
-            DraftCheckpointError: Names missing and unexpected tensors.
+            DraftCheckpointError: Names missing, unexpected and misshapen tensors.
         """
         loading_info = kwargs.pop("output_loading_info", False)
         with unsplit_loading():
             model, info = super().from_pretrained(
-                pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
+                pretrained_model_name_or_path,
+                *args,
+                **{**kwargs, "output_loading_info": True, "ignore_mismatched_sizes": True},
+            )
+        if info["mismatched_keys"]:  # taken so far only to be named
+            wrong = [f"`{key}` {tuple(there)} instead of {tuple(own)}" for key, there, own in info["mismatched_keys"]]
+            raise DraftCheckpointError(
+                f"`{pretrained_model_name_or_path}` has tensors of the wrong shape: {', '.join(sorted(wrong)[:5])}. Its "
+                "`config.json` or its weights are another draft's."
             )
         check_loaded(str(pretrained_model_name_or_path), info["missing_keys"], info["unexpected_keys"])
         check_values(str(pretrained_model_name_or_path), model)
