@@ -253,6 +253,10 @@ class DraftModel(PreTrainedModel):
             self._borrowed = _Borrowed(embedding)
         return self
 
+    def borrowed_embedding(self) -> nn.Module | None:
+        """The attached target's embedding module; None if there is none or the draft has its own."""
+        return None if self.config.own_embeddings else self._borrowed.module
+
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Token embeddings `(rows, F, H)` from the draft's own or the attached target's table."""
         if self.config.own_embeddings:
