@@ -40,7 +40,8 @@ class DraftConfig(LlamaConfig):
             Config of the language model inside a `causal_lm` draft, `model_type` included.
         target (`dict`, *optional*):
             Fingerprint of the target the draft was made for: `name_or_path`, `revision`, `model_type`, `hidden_size`,
-            `num_hidden_layers`, `vocab_size`, `quantization`.
+            `num_hidden_layers`, `vocab_size`, `quantization`, and `tokenizer`, a hash of what every id stands for (drafts
+            saved before it was recorded have none).
 
     Raises:
         ValueError: If the fields contradict each other, or the folder was written by a newer format.

@@ -163,7 +163,7 @@ class Eagle3Draft(DraftModel):
                 model.get_output_embeddings(), model.get_input_embeddings(), final_norm(target), _last_layer(target)
             ):
                 draft._copy_from(target, layer=init == "target")
-        return draft.attach(target)
+        return draft.attach(target, tokenizer)
 
     @staticmethod
     def _config_like(

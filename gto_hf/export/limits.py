@@ -11,17 +11,19 @@ from gto_hf.target import default_feature_layers
 from .dialects import FLAGS, Dialect, find_dialect
 
 
-def check_exportable(config: DraftConfig, engine: str) -> Dialect:
+def check_exportable(config: DraftConfig, engine: str, *, depth: int | None = None) -> Dialect:
     """
     Raise `ValueError` if a draft with this config could not be exported; returns the dialect that it would be written in.
 
     Args:
         config ([`DraftConfig`]): Of the draft, trained or not.
         engine (`str`): `"sglang"`, `"vllm"`, `"speculators"` or `"safeailab"`.
+        depth (`int`, *optional*): Layers of the target; defaults to what the config says.
     """
     dialect = find_dialect(engine, config.draft_type)
     problems = [*_layers(config, dialect), *_flags(config, dialect), *_shapes(config, dialect)]
-    problems += [*_features(config, dialect), *_embedding(config, dialect)]
+    depth = depth or (config.target or {}).get("num_hidden_layers")
+    problems += [*_features(config, dialect, depth), *_embedding(config, dialect)]
     if problems:
         raise ValueError(f"This draft cannot be exported to {engine}: " + "; ".join(problems) + ".")
     return dialect
@@ -60,8 +62,8 @@ def _shapes(config: DraftConfig, dialect: Dialect) -> list[str]:
     return found
 
 
-def _features(config: DraftConfig, dialect: Dialect) -> list[str]:
-    layers, depth = list(config.feature_layers), (config.target or {}).get("num_hidden_layers")
+def _features(config: DraftConfig, dialect: Dialect, depth: int | None) -> list[str]:
+    layers = list(config.feature_layers)
     if config.draft_type != "eagle3":
         return []
     if depth is not None and depth in layers:
