@@ -70,7 +70,7 @@ def load_target(target: Any, draft: DraftModel, args: GTOConfig) -> nn.Module:
         target = AutoModelForCausalLM.from_pretrained(target, **(args.target_model_init_kwargs or {}))
     if as_draft(target) is not None:
         raise TypeError("`target_model` is a draft; it must be the frozen LLM. The draft goes into `model`.")
-    if args.export_to is not None:
+    if args.export_to is not None and draft is not None:
         check_exportable(draft.config, args.export_to, depth=fingerprint(target)["num_hidden_layers"])
     return target.eval().requires_grad_(False)
 
