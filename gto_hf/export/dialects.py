@@ -21,9 +21,12 @@ FLAGS: dict[str, str] = {
     "fc_bias": "a bias in `fc`",
     "qk_norm": "norms on queries and keys",
     "attention_bias": "biases in the q, k and v projections",
+    "attention_output_bias": "a bias in `o_proj`",
     "mlp_bias": "biases in the MLP",
+    "layernorms": "norms on an EAGLE draft's embedding and before its head",
     "sliding_window": "attention to the last tokens only",
 }
+_VLLM = frozenset({"norm_before_residual", "qk_norm", "attention_bias", "attention_output_bias", "sliding_window"})
 _NORMS = frozenset({"norm_before_fc", "fc_norm", "norm_output"})
 
 _LAYER = (
@@ -37,6 +40,7 @@ _LAYER = (
     "self_attn.v_proj.weight",
 )
 _EAGLE3_LAYER = ("hidden_norm.weight", "input_layernorm.weight", *_LAYER)
+_OUTPUT_BIAS = ("self_attn.o_proj.bias",)
 _BIASES = ("self_attn.k_proj.bias", "self_attn.q_proj.bias", "self_attn.v_proj.bias")
 _QK_NORMS = ("self_attn.k_norm.weight", "self_attn.q_norm.weight")
 
@@ -58,6 +62,7 @@ class Dialect:
         free_head_dim (`bool`): Whether `head_dim` may differ from `hidden_size / num_attention_heads`.
         rope_types (`frozenset[str]`): Rotary embeddings that it knows.
         silu_only (`bool`): Whether the activation is fixed.
+        joint_bias (`bool`): Whether one field gives biases to q, k, v and o together (without `qk_norm`).
     """
 
     engine: str
@@ -74,6 +79,7 @@ class Dialect:
     free_head_dim: bool = True
     rope_types: frozenset[str] = frozenset({"default", "linear", "dynamic", "llama3", "yarn"})
     silu_only: bool = True
+    joint_bias: bool = False
 
     def required_keys(self) -> list[str]:
         """Names of all tensors without which the engine cannot load the draft."""
@@ -121,7 +127,8 @@ DIALECTS: dict[tuple[str, str], Dialect] = {
             _EAGLE3,
             _EAGLE3_LAYER,
             (*_MAP, "embed_tokens.weight", "input_norm.weight", "fc_norm.*.weight"),
-            flags=_NORMS | {"norm_before_residual", "qk_norm", "sliding_window"},
+            flags=_NORMS | _VLLM,
+            joint_bias=True,
             layers=None,
         ),
         Dialect(
@@ -131,7 +138,8 @@ DIALECTS: dict[tuple[str, str], Dialect] = {
             (*_EAGLE3, "embed_tokens.weight"),
             _EAGLE3_LAYER,
             (*_MAP, "input_norm.weight", "fc_norm.*.weight"),
-            flags=_NORMS | {"norm_before_residual", "qk_norm", "sliding_window"},
+            flags=_NORMS | _VLLM,
+            joint_bias=True,
             embedding="stored",
             layers=None,
         ),
@@ -180,7 +188,8 @@ ENGINES: tuple[str, ...] = tuple(dict.fromkeys(engine for engine, _ in DIALECTS)
 
 def optional_layer_keys(dialect: Dialect) -> tuple[str, ...]:
     """Keys of a layer, without prefix, that are there only if a flag says so."""
-    return (_BIASES if "attention_bias" in dialect.flags else ()) + (_QK_NORMS if "qk_norm" in dialect.flags else ())
+    keys = {"attention_bias": _BIASES, "attention_output_bias": _OUTPUT_BIAS, "qk_norm": _QK_NORMS}
+    return tuple(key for flag, names in keys.items() if flag in dialect.flags for key in names)
 
 
 def find_dialect(engine: str, draft_type: str) -> Dialect:

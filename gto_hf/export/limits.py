@@ -41,6 +41,16 @@ def _flags(config: DraftConfig, dialect: Dialect) -> list[str]:
         value = getattr(config, name, None)
         if value and name not in dialect.flags:
             found.append(f"`{name}={value}` ({meaning}) has no place in its format")
+    if dialect.joint_bias:
+        inputs, output = bool(config.attention_bias), bool(getattr(config, "attention_output_bias", False))
+        joint = not getattr(
+            config, "qk_norm", False
+        )  # its layer with norms on queries and keys has a bias on q, k, v only
+        if inputs != output if joint else output:
+            found.append(
+                f"`attention_bias={inputs}` with `attention_output_bias={output}`: its layers have biases on q, k, v and o "
+                "together, or with `qk_norm` on q, k and v only"
+            )
     return found
 
 

@@ -214,7 +214,11 @@ def test_a_narrow_draft_keeps_its_own_embedding_everywhere(tmp_path, target):
         ("vllm", {"hidden_act": "gelu"}, "gelu"),
         ("vllm", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0}}, "longrope"),
         ("safeailab", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}}, "llama3"),
-        ("vllm", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}}, "partial_rotary_factor"),
+        (
+            "vllm",
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}},
+            "partial_rotary_factor",
+        ),
         ("vllm", {"draft_type": "griffin"}, "only safeailab can"),
         ("speculators", {"draft_type": "eagle"}, "safeailab, sglang, vllm can"),
         ("vllm", {"draft_type": "causal_lm"}, "draft.model.save_pretrained"),
