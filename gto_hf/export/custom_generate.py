@@ -53,7 +53,8 @@ def export_custom_generate(
     with whole_folder(folder) as inside:
         draft.save_pretrained(inside)
         for path in ("README.md", "custom_generate/generate.py", "custom_generate/requirements.txt"):
-            text = (templates / Path(path).name).read_text(encoding="utf-8").replace("\n@BASE_MODEL@", base)
+            name = Path(path).name + ".in"
+            text = (templates / name).read_text(encoding="utf-8").replace("\n@BASE_MODEL@", base)
             for mark, value in values.items():
                 text = text.replace(mark, value)
             (inside / path).parent.mkdir(exist_ok=True)
