@@ -15,10 +15,18 @@ from tests.tiny import memorised_rows, tiny_draft, tiny_target, train_tiny
 
 @pytest.fixture(scope="module")
 def trained():
+    """A target whose every layer outweighs those before it, so that neighbours differ, and a draft that knows its texts."""
     target = tiny_target()
+    with torch.no_grad():
+        for i, layer in enumerate(target.model.layers):
+            mlp, out = layer.mlp, (layer.self_attn.o_proj, layer.mlp.down_proj)
+            for part in (layer.self_attn.v_proj, mlp.up_proj, mlp.gate_proj, *out):
+                part.weight *= 6
+            for part in out:
+                part.weight *= 2**i
     draft = tiny_draft(target)
-    rows, prompts = memorised_rows(target)
-    train_tiny(draft, target, rows, steps=120)
+    rows, prompts = memorised_rows(target, count=4, length=40)
+    train_tiny(draft, target, rows, steps=80)
     return target, draft, prompts
 
 
@@ -41,7 +49,8 @@ def test_a_right_draft_is_not_accused(trained):
     target, draft, prompts = trained
     report = check(target, draft, prompts=list(prompts), verbose=False)
     assert report.agreement.better is None and set(report.agreement.agreeing) == {-1, 0, 1}
-    assert report.agreement.rate() > 0.5 and "as configured" in str(report)
+    assert report.agreement.rate() > max(report.agreement.rate(s) for s in (-1, 1))
+    assert "as configured" in str(report)
 
 
 def test_guesses_are_those_of_the_training_path(trained):
