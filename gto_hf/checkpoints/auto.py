@@ -13,7 +13,7 @@ from gto_hf.drafts import DRAFTS, DraftCheckpointError, DraftConfig, DraftModel,
 from gto_hf.target import fingerprint
 from gto_hf.tree import TreeConfig
 
-from . import safeailab
+from . import eagle, griffin, legacy_eagle, safeailab
 from .adapters import base_name, is_adapter, merge_adapter
 from .files import lasting_name, read_config, read_tensors
 
@@ -88,6 +88,8 @@ class AutoDraft:
             if unknown:
                 raise TypeError(f"Arguments {unknown} are not available for checkpoints of other projects.")
             draft = cls._foreign(source, config, target, feature_layers, dtype, hub)
+            if target is not None:
+                draft.share_embedding(target)
         if tree is not None:
             draft.tree = tree
         cls._named(draft, source, config["_commit_hash"])
@@ -132,14 +134,15 @@ class AutoDraft:
     ) -> DraftModel:
         """A draft from another project's layout."""
         tensors = read_tensors(source, **hub)
-        if not safeailab.matches(tensors):
+        last = [dialect for dialect in (griffin, legacy_eagle, eagle) if dialect.matches(config, tensors)]
+        if not last and not safeailab.matches(tensors):
             raise DraftCheckpointError(
                 f"`{source}` is no draft that gto-hf can read: it holds {', '.join(sorted(tensors)[:4])}, .. Known are "
                 "drafts saved by gto-hf and EAGLE-3 in SafeAILab's layout (`fc.weight`, `midlayer.*`)."
             )
         found = None if target is None else fingerprint(target)
         layers = None if feature_layers is None else list(feature_layers)
-        made, state = safeailab.read(
+        made, state = (last[0] if last else safeailab).read(
             source,
             config,
             tensors,
@@ -147,7 +150,7 @@ class AutoDraft:
             target_layers=None if found is None else found["num_hidden_layers"],
         )
         made.target = found
-        stored = state["fc.weight"].dtype
+        stored = next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
         draft = DRAFTS[made.draft_type](made).to(stored if dtype in (None, "auto") else dtype)
         own = draft.state_dict()
         check_loaded(source, set(own) - set(state), set(state) - set(own))

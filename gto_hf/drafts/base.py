@@ -53,8 +53,8 @@ class DraftOutput:
     What a draft's layers return.
 
     Attributes:
-        features (`torch.FloatTensor` of shape `(rows, F, H)`): Input of [`DraftModel.head`] and, below these
-            positions, of the draft itself.
+        features (`torch.FloatTensor` of shape `(rows, F, W)`): Input of [`DraftModel.head`] and, below these
+            positions, of the draft itself. `W` is the draft's width `H`, or more where the two read different parts.
         key_values (`list[tuple[torch.Tensor, torch.Tensor]]`): Per layer, keys and values of the new positions only.
     """
 
@@ -62,17 +62,17 @@ class DraftOutput:
     key_values: list[KeyValues]
 
 
-class _Borrowed:
+class Borrowed:
     """Holds a module of the target outside the draft's module tree: not saved, trained, moved or deep-copied."""
 
     def __init__(self, module: nn.Module | None = None) -> None:
         self.module = module
 
-    def __deepcopy__(self, memo: dict) -> _Borrowed:
+    def __deepcopy__(self, memo: dict) -> Borrowed:
         return self
 
     def __reduce__(self) -> tuple:
-        return (_Borrowed, ())
+        return (Borrowed, ())
 
 
 class DraftModel(PreTrainedModel):
@@ -90,12 +90,14 @@ class DraftModel(PreTrainedModel):
 
     # Whether the draft reads the target's features; one that does not reads the text from its first token on.
     reads_features = True
+    # Whether its outputs estimate the target's last hidden state (see [`LastFeatureDraft`]).
+    predicts_features = False
 
     config: DraftConfig
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__(config)
-        self._borrowed = _Borrowed()
+        self._borrowed = Borrowed()
         self.costs: CostCurve | None = None  # set to decide what an automatic tree reckons with; else it is measured
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
         self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
@@ -132,7 +134,7 @@ class DraftModel(PreTrainedModel):
         Args:
             input_ids (`torch.LongTensor` of shape `(rows, F)`): Target-vocabulary ids.
             features (`torch.FloatTensor` of shape `(rows, F, H)`): Fused target features for a prefix, parents'
-                outputs for nodes.
+                outputs `(rows, F, W)` for nodes.
             position_ids (`torch.LongTensor` of shape `(rows, F)`): Pair indices (plus depth for nodes).
             past (`list[KeyValues]`, *optional*): Prefix, `(P, h_kv, T, d)` per layer.
             past_mask (`torch.BoolTensor`): `(P, F, T + F)` for a prefix, `(R, T)` for nodes; true = visible.
@@ -143,7 +145,7 @@ class DraftModel(PreTrainedModel):
         raise NotImplementedError
 
     def head(self, features: torch.Tensor) -> torch.Tensor:
-        """Draft logits `(..., Vd)` from [`DraftOutput`] features `(..., H)`."""
+        """Draft logits `(..., Vd)` from [`DraftOutput`] features `(..., W)`."""
         raise NotImplementedError
 
     # ------------------------------------------------------------------ tree
@@ -261,7 +263,7 @@ class DraftModel(PreTrainedModel):
         if self._borrowed.module is not embedding:
             self.check_target(target, tokenizer)
             fit_vocabulary(self, text_config(target).vocab_size)
-            self._borrowed = _Borrowed(embedding)
+            self._borrowed = Borrowed(embedding)
         if tokenizer is not None and self.config.target and not self.config.target.get("tokenizer"):
             self.config.target = {**self.config.target, "tokenizer": tokenizer_hash(tokenizer)}
         return self
@@ -269,6 +271,15 @@ class DraftModel(PreTrainedModel):
     def borrowed_embedding(self) -> nn.Module | None:
         """The attached target's embedding module; None if there is none or the draft has its own."""
         return None if self.config.own_embeddings else self._borrowed.module
+
+    def share_embedding(self, target: nn.Module) -> None:
+        """Drop an embedding of the draft's own that is the target's, number for number; it will be borrowed."""
+        if not self.config.own_embeddings:
+            return
+        own, theirs = self.embed_tokens.weight, unwrap(target).get_input_embeddings().weight
+        if own.shape == theirs.shape and torch.equal(own, theirs.detach().to(own.device, own.dtype)):
+            del self.embed_tokens
+            self.config.own_embeddings = False
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Token embeddings `(rows, F, H)` from the draft's own or the attached target's table."""

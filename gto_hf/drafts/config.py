@@ -12,6 +12,9 @@ from gto_hf.tree import TreeConfig
 
 FORMAT_VERSION = 1
 
+# Drafts that predict the target's last hidden state and use the target's own head.
+LAST_FEATURE_TYPES = ("eagle", "griffin")
+
 
 class DraftConfig(LlamaConfig):
     """
@@ -38,6 +41,10 @@ class DraftConfig(LlamaConfig):
             The decoding tree, as [`TreeConfig.to_dict`] gives it.
         lm (`dict`, *optional*):
             Config of the language model inside a `causal_lm` draft, `model_type` included.
+        fc_bias (`bool`, *optional*, defaults to `False`):
+            Whether the layer that joins embedding and feature has a bias.
+        layernorms (`bool`, *optional*, defaults to `False`):
+            Of an `eagle` draft: norms on the embedding, before the attention and before the head.
         target (`dict`, *optional*):
             Fingerprint of the target the draft was made for: `name_or_path`, `revision`, `model_type`, `hidden_size`,
             `num_hidden_layers`, `vocab_size`, `quantization`, and `tokenizer`, a hash of what every id stands for (drafts
@@ -57,6 +64,8 @@ class DraftConfig(LlamaConfig):
     trained_length: int | None = None
     tree: dict[str, int] | None = None
     lm: dict[str, Any] | None = None
+    fc_bias: bool = False
+    layernorms: bool = False
     target: dict[str, Any] | None = None
     format_version: int = FORMAT_VERSION
     num_hidden_layers: int = 1
@@ -87,7 +96,7 @@ class DraftConfig(LlamaConfig):
             if not self.lm:
                 raise ValueError("A `causal_lm` draft needs the config of its model (`lm`).")
         elif self.num_hidden_layers != 1:
-            raise ValueError(f"An EAGLE-3 draft has one layer, but `num_hidden_layers={self.num_hidden_layers}`.")
+            raise ValueError(f"A draft has one layer, but `num_hidden_layers={self.num_hidden_layers}`.")
         if not 0 < self.draft_vocab_size <= self.vocab_size:
             raise ValueError(
                 f"`draft_vocab_size={self.draft_vocab_size}` must lie between 1 and `vocab_size={self.vocab_size}`."
@@ -102,8 +111,23 @@ class DraftConfig(LlamaConfig):
                 f"A draft of width {self.hidden_size} cannot borrow the embedding of a target of width "
                 f"{self.target_hidden_size}. Set `own_embeddings=True`."
             )
+        if self.draft_type in LAST_FEATURE_TYPES:
+            self._check_last_feature()
         if self.head_dim % 2 and self.draft_type != "causal_lm":
             raise ValueError(f"`head_dim={self.head_dim}` must be even for rotary embeddings.")
+
+    def _check_last_feature(self) -> None:
+        """An EAGLE-1/2 or GRIFFIN draft predicts one feature, which the target's head reads."""
+        if self.hidden_size != self.target_hidden_size:
+            raise ValueError(
+                f"A draft of type `{self.draft_type}` uses its target's head, so its width must be the target's: "
+                f"`hidden_size={self.hidden_size}`, `target_hidden_size={self.target_hidden_size}`."
+            )
+        if len(self.feature_layers) > 1:
+            raise ValueError(
+                f"A draft of type `{self.draft_type}` reads the target's last hidden state alone, but "
+                f"`feature_layers={self.feature_layers}`."
+            )
 
 
 def check_tree(tree: TreeConfig, draft_vocab_size: int) -> None:

@@ -18,7 +18,7 @@ from .describe import (
     weights_hash,
 )
 from .device import find_device
-from .head import LogitHead, find_head
+from .head import LogitHead, find_head, target_head
 from .masks import LayerKind, backend_form, backend_mask, check_backend, layer_kinds, tree_attention, visible_by_kind
 from .routes import Route, check_tree_support, decoding_route, has_windows
 from .shards import full_shape, gathered, unsplit_loading
@@ -52,6 +52,7 @@ __all__ = [
     "layer_kinds",
     "position_limit",
     "rope_types",
+    "target_head",
     "text_config",
     "tokenizer_hash",
     "tokenizer_rows",

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from gto_hf import AutoDraft, Eagle3Draft, TreeConfig
+from gto_hf.drafts.base import Borrowed
 from gto_hf.export import ENGINES, check_exportable, export
 from gto_hf.gto import SequencePrefix
 from tests.drafts.test_eagle3 import sequences
@@ -166,7 +167,7 @@ def test_embeddings_own_shared_and_copied(tmp_path, target, draft):
     with pytest.raises(ValueError, match="always takes the target's"):
         write(draft, tmp_path / "b", "sglang", target, with_embeddings=True)
     alone = copy.deepcopy(draft)
-    alone._borrowed = type(alone._borrowed)()
+    alone._borrowed = Borrowed()
     with pytest.raises(ValueError, match="--target"):
         write(alone, tmp_path / "b", "speculators")
     target.save_pretrained(tmp_path / "target")
