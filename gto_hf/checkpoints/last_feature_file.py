@@ -15,7 +15,7 @@ import torch
 
 from gto_hf.drafts import DRAFTS, DraftCheckpointError, DraftConfig, check_loaded
 
-from .safeailab import _rope
+from .rope import read_rope
 
 
 # The layer, after every dialect's names have become ours.
@@ -86,7 +86,7 @@ def draft_of(
         hidden_act=config.get("hidden_act", "silu"),
         rms_norm_eps=config.get("rms_norm_eps", 1e-6),
         max_position_embeddings=config.get("max_position_embeddings", 2048),
-        rope_parameters=_rope(config),
+        rope_parameters=read_rope(source, config)[0],
         feature_layers=_last_layer(what, source, feature_layers, target_layers),
         bos_token_id=config.get("bos_token_id"),
         eos_token_id=config.get("eos_token_id"),

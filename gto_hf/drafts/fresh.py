@@ -84,7 +84,8 @@ class FeatureDraft(DraftModel):
             init (`str`, *optional*, defaults to `"target"`): What starts as a copy of the target's, where the shapes agree:
                 `"target"`: head rows and final norm of drafts that have them and, for targets built like Llama, the layer;
                 `"head"`: head rows and final norm; `"random"`: nothing.
-            **config_kwargs: Any [`DraftConfig`] field, for example `hidden_size=1024`.
+            **config_kwargs: Any [`DraftConfig`] field, for example `hidden_size=1024`, or an EAGLE-3.1 draft's
+                `norm_before_fc=True, norm_before_residual=True, norm_output=True`.
 
         Raises:
             ValueError: If a reduced vocabulary comes without counts, or the fields do not fit each other.
@@ -110,7 +111,10 @@ class FeatureDraft(DraftModel):
         model = unwrap(target)
         if init != "random":
             with gathered(
-                model.get_output_embeddings(), model.get_input_embeddings(), final_norm(target), last_layer(target)
+                model.get_output_embeddings(),
+                model.get_input_embeddings(),
+                final_norm(target),
+                *last_layers(target, config.num_hidden_layers),
             ):
                 draft._copy_from(target, layer=init == "target")
         return draft.attach(target, tokenizer)
@@ -173,10 +177,10 @@ def _plain(weight: torch.Tensor | None) -> torch.Tensor | None:
     return weight if type(weight) in (torch.Tensor, nn.Parameter) else weight.dequantize()
 
 
-def last_layer(target: nn.Module) -> nn.Module | None:
-    """The target's last decoder layer, if its parts have Llama's names."""
+def last_layers(target: nn.Module, count: int = 1) -> list[nn.Module]:
+    """The target's last `count` decoder layers, lowest first; fewer if it has fewer whose parts have Llama's names."""
     layers = [m for m in unwrap(target).modules() if hasattr(m, "self_attn") and hasattr(m, "input_layernorm")]
-    return layers[-1] if layers else None
+    return layers[-count:]
 
 
 def _one(value: Any) -> Any:

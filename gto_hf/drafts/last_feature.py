@@ -17,7 +17,7 @@ from gto_hf.target import LogitHead, fingerprint, target_head, unwrap
 from .attention import DraftRotaryEmbedding, KeyValues
 from .base import Borrowed, DraftOutput
 from .config import DraftConfig
-from .fresh import FeatureDraft, copy_weight, last_layer
+from .fresh import FeatureDraft, copy_weight, last_layers
 
 
 class LastFeatureDraft(FeatureDraft):
@@ -148,9 +148,9 @@ class LastFeatureDraft(FeatureDraft):
         joint, width = self.joint, self.config.hidden_size
         joint.weight.mul_(0.1)
         joint.weight[:, -width:] += torch.eye(width, dtype=self.dtype, device=self.device)
-        last = last_layer(target)
-        own: dict[str, Any] = {} if last is None else dict(self.layers[0].named_parameters())
-        for name, weight in [] if last is None else last.named_parameters():
+        last = last_layers(target)
+        own: dict[str, Any] = dict(self.layers[0].named_parameters())
+        for name, weight in last[0].named_parameters() if last else ():
             if name == "mlp.down_proj.weight":  # GRIFFIN's writes two vectors; both start as the target's one
                 for part in own[name].split(width):
                     copy_weight(part, weight)

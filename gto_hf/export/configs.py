@@ -99,6 +99,7 @@ def _safeailab(config: DraftConfig, fields: dict[str, Any]) -> dict[str, Any]:
         scaling = {"type": scaling["type"], "factor": scaling["factor"]}
     fields = {k: v for k, v in fields.items() if k not in ("rope_parameters", "attention_bias")}
     fields["rope_scaling"] = scaling
+    fields["written_by"] = "gto-hf"  # EAGLE's decoder uses `rope_theta`, its trainer does not: here both mean the same
     if config.draft_type == "eagle3":
         fields["draft_vocab_size"] = config.draft_vocab_size
         if config.own_embeddings:  # its presence is what makes them keep the stored embedding

@@ -15,6 +15,7 @@ from gto_hf.checkpoints import AutoDraft
 from gto_hf.drafts import DraftModel
 from gto_hf.target import config_fingerprint, default_feature_layers
 
+from .dialects import FLAGS
 from .folder import check_free, whole_folder
 
 
@@ -112,19 +113,11 @@ def _decisions(draft: DraftModel, source: str) -> str:
         "dtype": str(draft.dtype).removeprefix("torch."),
         "target": (config.target or {}).get("name_or_path") or "unknown",
     }
-    flags = [name for name in _FLAGS if getattr(config, name, None)]
+    flags = [name for name in FLAGS if getattr(config, name, None)]
     if flags:
         lines["flags"] = ", ".join(flags)
-    return "\n".join([f"read {source}", *(f"  {name}: {value}" for name, value in lines.items())])
-
-
-_FLAGS = (
-    "norm_before_residual",
-    "norm_before_fc",
-    "fc_norm",
-    "norm_output",
-    "fc_bias",
-    "qk_norm",
-    "attention_bias",
-    "sliding_window",
-)
+    found = getattr(config, "source", None) or {}
+    if found.get("dialect"):
+        lines = {"layout": found["dialect"], **lines}
+    decided = [f"  decided: {text}" for text in found.get("decisions", [])]
+    return "\n".join([f"read {source}", *(f"  {name}: {value}" for name, value in lines.items()), *decided])

@@ -80,6 +80,12 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--feature-layers", default=None, help="comma-separated hidden_states indices, where the source does not say"
     )
+    parser.add_argument(
+        "--norm-output",
+        default=None,
+        choices=["true", "false"],
+        help="whether the fed-back feature is normed, if asked for",
+    )
     parser.add_argument("--dtype", default=None, choices=_DTYPES, help="of the weights; default: the stored one")
     parser.add_argument("--overwrite", action="store_true", help="replace what is in the folder")
 
@@ -93,6 +99,7 @@ def run_convert(args: argparse.Namespace) -> None:
         feature_layers=_numbers(args.feature_layers),
         dtype=_dtype(args.dtype),
         overwrite=args.overwrite,
+        **({} if args.norm_output is None else {"norm_output": args.norm_output == "true"}),
     )
     print(f"{decisions}\nwrote {args.output}")
 

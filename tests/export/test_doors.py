@@ -62,7 +62,8 @@ def test_convert_command_reads_a_foreign_draft_and_says_what_was_decided(folders
     write(tmp_path / "theirs", tensors(), CONFIG | {"rope_theta": 500000.0})
     assert main(["convert", f"{tmp_path}/theirs", f"{tmp_path}/a", "--target", f"{folders}/target"]) == 0
     out = capsys.readouterr().out
-    assert "[2, 4, 5]" in out and "24 of 64" in out and "base 500000.0" in out and "the target's" in out
+    assert "[2, 4, 5]" in out and "24 of 64" in out and "the target's" in out and "SafeAILab" in out
+    assert "base 10000.0" in out and "decided: `rope_theta=500000` is ignored" in out
     config = json.loads((tmp_path / "a" / "config.json").read_text())
     assert config["target"]["num_hidden_layers"] == 8 and config["target"]["name_or_path"] is None
     again = AutoDraft.from_pretrained(tmp_path / "a", target=tiny_target())
