@@ -9,7 +9,19 @@ import torch
 
 from gto_hf.drafts import DraftCheckpointError, DraftConfig
 
-from . import angelslim, automodel, eagle, griffin, legacy_eagle, modelopt, safeailab, sglang, specforge, speculators
+from . import (
+    angelslim,
+    automodel,
+    eagle,
+    griffin,
+    legacy_eagle,
+    modelopt,
+    safeailab,
+    sglang,
+    specforge,
+    speculators,
+    vllm,
+)
 from .strangers import recognise
 
 
@@ -42,6 +54,7 @@ DIALECTS: list[Dialect] = [
     modelopt,
     angelslim,
     specforge,
+    vllm,
     sglang,
     safeailab,
 ]
@@ -63,5 +76,5 @@ def find_dialect(source: str, config: dict[str, Any], tensors: dict[str, torch.T
     )
     raise DraftCheckpointError(
         f"`{source}` is no draft that gto-hf can read: {what}. Known are drafts saved by gto-hf and those in the spelling of "
-        "SafeAILab (HASS and GRIFFIN included), SpecForge, speculators, ModelOpt, AngelSlim, NeMo Automodel and SGLang."
+        "SafeAILab, SpecForge, speculators, ModelOpt, AngelSlim, NeMo Automodel, vLLM and SGLang."
     )

@@ -50,10 +50,12 @@ def read(
     """
     file = Eagle3File(DIALECT, source, config, tensors, config.get("_said"))
     layers = file.feature_layers(None, 0, feature_layers, target_layers)
+    # The mark of our own exports, and heads that only share these names: their configs say what they were trained with.
+    stated = config.get("written_by") == "gto-hf" or config.get("truncated_vocab_size") is not None
     return file.finish(
         layers=layers,
-        rope=trained_rope(file) if config.get("truncated_vocab_size") is None else file.rope(),
-        trained_length=config.get("max_position_embeddings"),
+        rope=file.rope() if stated else trained_rope(file),
+        trained_length=config.get("trained_length", config.get("max_position_embeddings")),
     )
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draft models (level 2): one interface, one class per architecture."""
 
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from .base import DraftCheckpointError, DraftModel, DraftOutput, check_loaded, check_values, reference_copy
 from .causal_lm import CausalLMDraft
@@ -25,6 +25,8 @@ DRAFTS: dict[str, type[DraftModel]] = {
 
 AutoConfig.register(DraftConfig.model_type, DraftConfig, exist_ok=True)
 AutoModel.register(DraftConfig, Eagle3Draft, exist_ok=True)
+# Drafts are no language models, but people load them like that: it gives the draft, or an error that names `AutoDraft`.
+AutoModelForCausalLM.register(DraftConfig, Eagle3Draft, exist_ok=True)
 
 __all__ = [
     "CausalLMDraft",

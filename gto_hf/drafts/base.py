@@ -17,7 +17,6 @@ Below the root no target feature exists; a node pairs its token with its parent'
 from __future__ import annotations
 
 import copy
-import warnings
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -26,11 +25,21 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
 
-from gto_hf.target import embed_raw, embedding_scale, fingerprint, full_shape, unsplit_loading, unwrap
+from gto_hf.target import (
+    embed_raw,
+    embedding_scale,
+    fingerprint,
+    full_shape,
+    text_config,
+    tokenizer_hash,
+    unsplit_loading,
+    unwrap,
+)
 from gto_hf.tree import CostCurve, TreeConfig
 
 from .attention import KeyValues
 from .config import DraftConfig, check_tree
+from .pairing import check_padding, fit_vocabulary, warn_other_target
 from .vocab import check_vocab_buffers, vocab_buffers
 
 
@@ -191,14 +200,19 @@ class DraftModel(PreTrainedModel):
         return table[target_ids]
 
     # ------------------------------------------------------------------ target
-    def check_target(self, target: nn.Module) -> None:
+    def check_target(self, target: nn.Module, tokenizer: Any = None) -> None:
         """
         Compare this draft with a target before any forward.
+
+        Args:
+            target (`PreTrainedModel`): The target.
+            tokenizer (`PreTrainedTokenizerBase`, *optional*): The target's. Only looked at where the two differ in the rows of
+                their vocabularies: with the same tokenizer these are padding. Looked for where the target was loaded from.
 
         Raises:
             ValueError: If width, depth or vocabulary do not fit, or the draft has no vocabulary map.
         Warns:
-            If the sizes fit but the target says it is another model or another revision.
+            Once, if the sizes fit but the target says it is another model or another revision.
         """
         config, found = self.config, fingerprint(target)
         name = found["name_or_path"] or type(unwrap(target)).__name__
@@ -208,10 +222,7 @@ class DraftModel(PreTrainedModel):
                 f"`hidden_size={found['hidden_size']}`. A draft serves only the target it was trained for."
             )
         if found["vocab_size"] != config.vocab_size:
-            raise ValueError(
-                f"This draft was made for a target vocabulary of {config.vocab_size}, but {name} has "
-                f"`vocab_size={found['vocab_size']}`. A draft serves only the target it was trained for."
-            )
+            check_padding(config, target, found["vocab_size"], tokenizer, name)
         width = full_shape(unwrap(target).get_input_embeddings().weight)[-1]
         if not config.own_embeddings and width != config.hidden_size:
             raise ValueError(
@@ -235,25 +246,31 @@ class DraftModel(PreTrainedModel):
                 f"This draft has {config.draft_vocab_size} of {config.vocab_size} tokens but no map (`d2t`, `t2d`) that "
                 "says which. Build it with `from_target(..., token_counts=...)` or call `set_vocab`."
             )
-        for field in ("name_or_path", "revision", "quantization"):
-            expected = (config.target or {}).get(field)
-            if expected is not None and found[field] is not None and expected != found[field]:
-                warnings.warn(
-                    f"This draft was trained for `{field}={expected}` but decodes for `{found[field]}`: the text stays "
-                    "right, the acceptance length may suffer."
-                )
+        warn_other_target(self, found)
 
-    def attach(self, target: nn.Module) -> Self:
+    def attach(self, target: nn.Module, tokenizer: Any = None) -> Self:
         """
         Check the target and borrow its token embedding, unless the draft has its own. Idempotent.
 
-        The embedding is held outside the module tree: it is not saved, trained, or moved with the draft.
+        The embedding is held outside the module tree: it is not saved, trained, or moved with the draft. A draft whose
+        vocabulary is padded otherwise than the target's gets the target's rows.
+
+        Args:
+            target (`PreTrainedModel`): The target.
+            tokenizer (`PreTrainedTokenizerBase`, *optional*): The target's, as in [`check_target`]; its hash is remembered.
         """
         embedding = unwrap(target).get_input_embeddings()
         if self._borrowed.module is not embedding:
-            self.check_target(target)
+            self.check_target(target, tokenizer)
+            fit_vocabulary(self, text_config(target).vocab_size)
             self._borrowed = Borrowed(embedding)
+        if tokenizer is not None and self.config.target and not self.config.target.get("tokenizer"):
+            self.config.target = {**self.config.target, "tokenizer": tokenizer_hash(tokenizer)}
         return self
+
+    def borrowed_embedding(self) -> nn.Module | None:
+        """The attached target's embedding module; None if there is none or the draft has its own."""
+        return None if self.config.own_embeddings else self._borrowed.module
 
     def share_embedding(self, target: nn.Module) -> None:
         """Drop an embedding of the draft's own that is the target's, number for number; it will be borrowed."""

@@ -48,7 +48,7 @@ class DraftConfig(LlamaConfig):
         norm_output (`bool`, *optional*, defaults to `False`):
             EAGLE-3: what the draft feeds back to itself is normed, as what its head reads always is.
         fc_bias (`bool`, *optional*, defaults to `False`):
-            Whether the fusing layer has a bias.
+            Whether the layer that fuses features, or joins embedding and feature, has a bias.
         qk_norm (`bool`, *optional*, defaults to `False`):
             Whether queries and keys are normed per head, as Qwen3's.
         attention_output_bias (`bool`, *optional*, defaults to `False`):
@@ -69,7 +69,8 @@ class DraftConfig(LlamaConfig):
             Of an `eagle` draft: norms on the embedding, before the attention and before the head.
         target (`dict`, *optional*):
             Fingerprint of the target the draft was made for: `name_or_path`, `revision`, `model_type`, `hidden_size`,
-            `num_hidden_layers`, `vocab_size`, `quantization`.
+            `num_hidden_layers`, `vocab_size`, `quantization`, and `tokenizer`, a hash of what every id stands for (drafts
+            saved before it was recorded have none).
 
     Raises:
         ValueError: If the fields contradict each other, or the folder was written by a newer format.

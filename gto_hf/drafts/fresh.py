@@ -117,7 +117,7 @@ class FeatureDraft(DraftModel):
                 *last_layers(target, config.num_hidden_layers),
             ):
                 draft._copy_from(target, layer=init == "target")
-        return draft.attach(target)
+        return draft.attach(target, tokenizer)
 
     @classmethod
     def _config_like(

@@ -7,7 +7,7 @@ The feature is what the head reads: the hidden state after the target's final no
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -94,14 +94,14 @@ class LastFeatureDraft(FeatureDraft):
         return head.rows(hidden, self.kept_ids.to(hidden.device)).to(features.device)
 
     # ------------------------------------------------------------------ target
-    def check_target(self, target: nn.Module) -> None:
+    def check_target(self, target: nn.Module, tokenizer: Any = None) -> None:
         """
         See [`DraftModel.check_target`].
 
         Raises:
             ValueError: If another layer than the last is read, or the rows of a whole vocabulary are reordered.
         """
-        super().check_target(target)
+        super().check_target(target, tokenizer)
         layers, last = self.config.feature_layers, fingerprint(target)["num_hidden_layers"]
         if layers != [last]:
             raise ValueError(
@@ -114,14 +114,14 @@ class LastFeatureDraft(FeatureDraft):
                 "zero. Make it zero, or keep fewer tokens."
             )
 
-    def attach(self, target: nn.Module) -> Self:
+    def attach(self, target: nn.Module, tokenizer: Any = None) -> Self:
         """
         See [`DraftModel.attach`]; borrows the target's head as well, which is compared with its logits on a few ids first.
 
         Raises:
             ValueError: If it is not known how the target's logits follow from its last hidden state.
         """
-        super().attach(target)
+        super().attach(target, tokenizer)
         known, module = self._borrowed_head.module, unwrap(target).get_output_embeddings()
         if known is None or known.module is not module:
             head = target_head(target)

@@ -2,6 +2,7 @@
 """Acceptance length and speed-up on question sets (level 5)."""
 
 from .draw import draw_tree, rich_tree
+from .layers import LayerAgreement, layer_agreement
 from .lossless import CheckReport, Divergence, LosslessReport, check, verify_lossless
 from .misalignment import Misalignment, misalignment, misalignment_table
 from .prompts import OWN_SETS, Question, load_questions, prompts_hash, spread
@@ -13,6 +14,7 @@ from .table import results_table
 __all__ = [
     "CheckReport",
     "Divergence",
+    "LayerAgreement",
     "LosslessReport",
     "Misalignment",
     "OWN_SETS",
@@ -27,6 +29,7 @@ __all__ = [
     "check",
     "compare",
     "draw_tree",
+    "layer_agreement",
     "load_questions",
     "misalignment",
     "misalignment_table",

@@ -10,17 +10,19 @@ from typing import Any
 import torch
 from trl import SFTConfig
 
+from gto_hf.export import ENGINES
 from gto_hf.gto import AGGREGATIONS, FEATURE_OBJECTIVES, TOKEN_OBJECTIVES
 from gto_hf.tree import TreeConfig
 
 
-_CHOICES: dict[str, tuple[str, ...]] = {
+_CHOICES: dict[str, tuple[str | None, ...]] = {
     "token_objective": (*TOKEN_OBJECTIVES, *FEATURE_OBJECTIVES),
     "gto_objective": ("gto", "tree_kl", "membership"),
     "gto_aggregation": AGGREGATIONS,
     "gto_path": ("greedy", "sample"),
     "group_positions": ("random", "grid"),
     "train_on": ("all", "last"),
+    "export_to": (None, *ENGINES),
 }
 
 
@@ -122,6 +124,9 @@ class GTOConfig(SFTConfig):
         eval_temperature (`float`, *optional*, defaults to `0.0`): Temperature of that decoding; 0 is greedy.
         report (`bool`, *optional*, defaults to `True`):
             Keep `output_dir/report` up to date: `metrics.csv`, `table.md` and, with matplotlib, `training.png`.
+        export_to (`str`, *optional*):
+            Engine that the draft is meant for (`"sglang"`, `"vllm"`, `"speculators"`, `"safeailab"`): refuse at the start
+            to train one that could not be exported to it.
 
         > Parameters that control the data
 
@@ -194,6 +199,9 @@ class GTOConfig(SFTConfig):
     eval_max_new_tokens: int = field(default=64, metadata={"help": "New tokens per decoded prompt, at least 2."})
     eval_temperature: float = field(default=0.0, metadata={"help": "Temperature of that decoding; 0 is greedy."})
     report: bool = field(default=True, metadata={"help": "Write tables and plots to output_dir/report."})
+    export_to: str | None = field(
+        default=None, metadata={"help": "Engine the draft is for; refused at the start if it could not be exported."}
+    )
     assistant_only_loss: bool | None = field(
         default=None, metadata={"help": "Default: conversations train assistant turns. False: every token."}
     )
@@ -238,7 +246,7 @@ class GTOConfig(SFTConfig):
             raise ValueError(f"`ttt_steps={self.ttt_steps}` must be at least 1.")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
-                raise ValueError(f"`{name}={getattr(self, name)!r}`: choose one of {', '.join(choices)}.")
+                raise ValueError(f"`{name}={getattr(self, name)!r}`: choose one of {', '.join(map(str, choices))}.")
         least_values = {
             "eval_prompts": 0,
             "eval_max_new_tokens": 2,

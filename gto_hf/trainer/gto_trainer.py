@@ -158,7 +158,7 @@ class GTOTrainer(ResumableTrainer):
 
         # Target
         self.target_model = load_target(target_model, draft, args)
-        draft.attach(self.target_model)
+        draft.attach(self.target_model, processing_class)
         name_target(draft, self.target_model)
 
         # Tree
@@ -184,7 +184,7 @@ class GTOTrainer(ResumableTrainer):
             self.reference_hash = hash_module(model)
 
         # Processing class
-        processing_class = load_tokenizer(processing_class, self.target_model)
+        processing_class = load_tokenizer(processing_class, self.target_model, draft)
         if data_collator is None:
             data_collator = DataCollatorForLanguageModeling(pad_token_id=processing_class.pad_token_id)
 
