@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from gto_hf.target import LogitHead, fingerprint, target_head, unwrap
+from gto_hf.target import LogitHead, fingerprint, full_shape, target_head, unwrap
 
 from .attention import DraftRotaryEmbedding, KeyValues
 from .base import Borrowed, DraftOutput
@@ -124,8 +124,10 @@ class LastFeatureDraft(FeatureDraft):
         super().attach(target, tokenizer)
         known, module = self._borrowed_head.module, unwrap(target).get_output_embeddings()
         if known is None or known.module is not module:
-            head = target_head(target)
-            if head is None:
+            head, weight = target_head(target), getattr(module, "weight", None)
+            plain = weight is not None and weight.is_floating_point()
+            # Some heads (OPT's) read a projection of the hidden state.
+            if head is None or plain and full_shape(weight)[-1] != self.config.hidden_size:
                 raise ValueError(
                     f"A draft of type `{self.draft_type}` uses its target's head, but the logits of "
                     f"{type(unwrap(target)).__name__} do not follow from its last hidden state in a way that is known "
