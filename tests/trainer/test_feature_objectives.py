@@ -3,13 +3,15 @@
 
 import pytest
 import torch
+from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from gto_hf import CausalLMDraft, GTOConfig
 from gto_hf.drafts import DRAFTS
 from gto_hf.gto import FEATURE_OBJECTIVES
+from gto_hf.trainer.script import DraftArguments, _fresh_draft
 from gto_hf.trainer.tokens import TokenTerm
-from tests.tiny import TREE, memorised_rows, tiny_draft, tiny_target, train_tiny
+from tests.tiny import TREE, memorised_rows, tiny_draft, tiny_target, tiny_tokenizer, train_tiny, written_rows
 from tests.trainer.test_gto_trainer import logs_with, make, state
 from tests.trainer.test_gto_trainer import rows as rows  # the fixture
 
@@ -109,3 +111,11 @@ def test_stored_features_train_the_same(llama, rows, tmp_path):
         trained.append(state(draft))
     for name, value in trained[0].items():
         torch.testing.assert_close(value.float(), trained[1][name].float(), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle", "griffin"])
+def test_the_command_makes_a_fresh_draft_of_the_type_that_is_asked_for(llama, kind):
+    texts = Dataset.from_list(written_rows(llama, 4, 12))
+    draft = _fresh_draft(llama, tiny_tokenizer(), texts, DraftArguments(draft_type=kind), "text")
+    assert type(draft) is DRAFTS[kind] and draft.config.draft_vocab_size == 64
+    draft.head(torch.zeros(1, 32 * (2 if kind == "griffin" else 1)))
