@@ -17,7 +17,9 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(prog="gto-hf", description="Train draft models and measure what they save.")
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="{train,regenerate,eval,bench,check,draw,card,version}"
+        dest="command",
+        required=True,
+        metavar="{train,regenerate,eval,bench,check,draw,convert,export,card,version}",
     )
     commands.add_parser("train", help="train a draft with GTOTrainer (options: gto-hf train --help)", add_help=False)
     evaluate = commands.add_parser(
@@ -36,6 +38,8 @@ def main(argv: list[str] | None = None) -> int:
     regenerate = commands.add_parser("regenerate", help="let a target write the answers to train on", **defaults)
     draw = commands.add_parser("draw", help="draw a tree that a draft proposed", **defaults)
     card = commands.add_parser("card", help="write the model card of a draft, with measured results")
+    convert = commands.add_parser("convert", help="turn a draft of any layout into gto-hf's own", **defaults)
+    export = commands.add_parser("export", help="write a draft for SGLang, vLLM, speculators or EAGLE", **defaults)
     commands.add_parser("version", help="print versions")
     if argv[:1] == ["train"]:  # its options are those of TRL's parser, so argparse must not read them
         from gto_hf.trainer.script import main as train
@@ -48,6 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     from gto_hf.data import regenerate_script
     from gto_hf.evaluation import script
     from gto_hf.evaluation import tools_script as tools
+    from gto_hf.export import script as doors
     from gto_hf.hub import script as card_script
 
     script.add_arguments(evaluate)
@@ -56,9 +61,12 @@ def main(argv: list[str] | None = None) -> int:
     tools.add_draw_arguments(draw)
     regenerate_script.add_arguments(regenerate)
     card_script.add_arguments(card)
+    doors.add_convert_arguments(convert)
+    doors.add_export_arguments(export)
     args = parser.parse_args(argv)
     actions = {"eval": script.run, "bench": tools.run_bench, "check": tools.run_check, "draw": tools.run_draw}
     actions |= {"regenerate": regenerate_script.run, "card": card_script.run}
+    actions |= {"convert": doors.run_convert, "export": doors.run_export}
     return _report(_versions if args.command == "version" else lambda: actions[args.command](args))
 
 

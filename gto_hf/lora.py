@@ -18,6 +18,8 @@ from gto_hf.target import is_hub_id
 # Linear layers of each draft type that LoRA adapts unless told otherwise; the head is left to the target's rows.
 LORA_TARGETS: dict[str, list[str]] = {
     "eagle3": ["fc", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    "eagle": ["fc", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    "griffin": ["fc.fc", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
     "causal_lm": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
 }
 

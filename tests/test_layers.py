@@ -18,6 +18,7 @@ LEVELS = {
     "gto": 4,
     "decoding": 4,
     "data": 4,
+    "export": 4,
     "evaluation": 5,
     "hub": 5,
     "trainer": 6,

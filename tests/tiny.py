@@ -19,7 +19,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from gto_hf import Eagle3Draft, GTOConfig, GTOTrainer, TreeConfig
+from gto_hf import DraftModel, Eagle3Draft, GTOConfig, GTOTrainer, TreeConfig
 
 
 VOCAB = 64
@@ -103,7 +103,7 @@ def memorised_rows(target: PreTrainedModel, count: int = 6, length: int = 60) ->
     return [{"input_ids": r.tolist(), "labels": [-100] * 6 + r[6:].tolist()} for r in out], prompts
 
 
-def train_tiny(draft: Eagle3Draft, target: PreTrainedModel, rows: list[dict], *, steps: int = 250) -> None:
+def train_tiny(draft: DraftModel, target: PreTrainedModel, rows: list[dict], *, steps: int = 250, **kwargs) -> None:
     """Phase I on a few rows until the draft knows them."""
     with tempfile.TemporaryDirectory() as folder:
         args = GTOConfig(
@@ -118,6 +118,7 @@ def train_tiny(draft: Eagle3Draft, target: PreTrainedModel, rows: list[dict], *,
             disable_tqdm=True,
             logging_steps=1000,
             report=False,
+            **kwargs,
         )
         dataset = Dataset.from_list(rows)
         trainer = GTOTrainer(draft, target, args, train_dataset=dataset, processing_class=tiny_tokenizer())

@@ -4,18 +4,21 @@
 from __future__ import annotations
 
 from os import PathLike
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import nn
 
 from gto_hf.drafts import DRAFTS, DraftCheckpointError, DraftConfig, DraftModel, check_loaded, check_values
 from gto_hf.target import fingerprint
 from gto_hf.tree import TreeConfig
 
-from . import safeailab
 from .adapters import base_name, is_adapter, merge_adapter
-from .files import lasting_name, read_config, read_tensors
+from .dialects import find_dialect
+from .files import check_stored, lasting_name, read_config, read_tensors
 
 
 _HUB_ARGUMENTS = ("revision", "cache_dir", "token", "local_files_only", "force_download", "subfolder")
@@ -37,13 +40,16 @@ class AutoDraft:
         feature_layers: list[int] | tuple[int, ...] | None = None,
         dtype: torch.dtype | str | None = None,
         base: str | PathLike | DraftModel | None = None,
+        norm_output: bool | None = None,
+        rope_parameters: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> DraftModel:
         """
-        Load a draft saved by gto-hf, an EAGLE-3 checkpoint in SafeAILab's layout (`pytorch_model.bin` or safetensors),
-        or a PEFT adapter on one of these: its base draft is loaded and the adapter merged into it.
+        Load a draft saved by gto-hf, one in another project's spelling (docs/dialects.md has them all), or a PEFT adapter on
+        one of these: its base draft is loaded and the adapter merged into it.
 
-        Every tensor must be known and of the right shape, and none may be missing.
+        Every tensor must be known and of the right shape, and none may be missing. What another project's files leave open
+        is decided by its own rules, and `config.source` says how; what only a human can know is an argument.
 
         Args:
             pretrained_model_name_or_path (`str`): Folder or Hub id.
@@ -55,6 +61,10 @@ class AutoDraft:
             dtype (`torch.dtype`, *optional*): Of the weights; defaults to the stored one.
             base (`str` or [`DraftModel`], *optional*): For an adapter, the draft to put it on (a model is changed);
                 defaults to the one its `adapter_config.json` names.
+            norm_output (`bool`, *optional*): For EAGLE-3 checkpoints of other projects: whether the fed-back feature is normed
+                (see [`DraftConfig`]). Asked for where the files do not decide it.
+            rope_parameters (`dict`, *optional*): For EAGLE-3 checkpoints of other projects: the rotary parameters that the
+                draft was trained with, in place of what its files say.
             **kwargs: `revision`, `cache_dir`, `token`, `local_files_only`, `force_download`, `subfolder`; for drafts saved
                 by gto-hf also what `PreTrainedModel.from_pretrained` takes.
 
@@ -69,8 +79,10 @@ class AutoDraft:
         config = read_config(source, **hub)
         if config["_commit_hash"] is not None:  # config and weights of one commit, whatever is pushed in between
             hub["revision"] = kwargs["revision"] = config["_commit_hash"]
+        said = {"norm_output": norm_output, "rope_parameters": rope_parameters}
+        said = {name: value for name, value in said.items() if value is not None}
         if is_adapter(config):
-            options = {"target": target, "tree": tree, "feature_layers": feature_layers, **kwargs}
+            options = {**said, "target": target, "tree": tree, "feature_layers": feature_layers, **kwargs}
             draft = merge_adapter(source, cls._base(source, config, base, options), **hub)
             draft = draft if dtype in (None, "auto") else draft.to(_dtype(dtype))
             return cls._named(draft, source, config["_commit_hash"])
@@ -82,14 +94,20 @@ class AutoDraft:
                 raise DraftCheckpointError(
                     f"`{source}` is a draft of type {kind!r}; this gto-hf knows {', '.join(DRAFTS)}. Upgrade gto-hf."
                 )
-            if feature_layers is not None and list(feature_layers) != config["feature_layers"]:
-                raise ValueError(f"`{source}` says `feature_layers={config['feature_layers']}`; do not override them.")
-            draft = DRAFTS[kind].from_pretrained(source, **({"dtype": dtype} if dtype else {}), **kwargs)
+            if feature_layers is not None and list(feature_layers) != config.get("feature_layers"):
+                raise ValueError(
+                    f"`{source}` says `feature_layers={config.get('feature_layers')}`; do not override them."
+                )
+            if said:
+                raise ValueError(f"`{source}` was saved by gto-hf and says all of itself; leave out {sorted(said)}.")
+            draft = cls._own(source, config, {**({"dtype": dtype} if dtype else {}), **kwargs}, hub)
         else:
             unknown = sorted(set(kwargs) - set(hub))
             if unknown:
                 raise TypeError(f"Arguments {unknown} are not available for checkpoints of other projects.")
-            draft = cls._foreign(source, config, target, feature_layers, dtype, hub)
+            draft = cls._foreign(source, {**config, "_said": said}, target, feature_layers, dtype, hub)
+            if target is not None:
+                draft.share_embedding(target)
         if tree is not None:
             draft.tree = tree
         cls._named(draft, source, config["_commit_hash"])
@@ -124,6 +142,22 @@ class AutoDraft:
             ) from error
 
     @staticmethod
+    def _own(source: str, config: dict[str, Any], kwargs: dict[str, Any], hub: dict[str, Any]) -> DraftModel:
+        """A draft that gto-hf saved; its files are looked at before anything is loaded."""
+        try:
+            DraftConfig.from_dict({k: v for k, v in config.items() if k != "_commit_hash"})
+        except (ValueError, TypeError, AttributeError, StrictDataclassError) as error:
+            raise DraftCheckpointError(f"`config.json` of `{source}` describes no draft: {error}") from error
+        if "variant" not in kwargs:  # files of other names
+            check_stored(source, **hub)
+        try:
+            return DRAFTS[config["draft_type"]].from_pretrained(source, **kwargs)
+        except (UnpicklingError, SafetensorError, EOFError) as error:
+            raise DraftCheckpointError(
+                f"The weights of `{source}` cannot be read as plain tensors: {error}"
+            ) from error
+
+    @staticmethod
     def _foreign(
         source: str,
         config: dict[str, Any],
@@ -134,35 +168,61 @@ class AutoDraft:
     ) -> DraftModel:
         """A draft from another project's layout."""
         tensors = read_tensors(source, **hub)
-        if not safeailab.matches(tensors):
-            raise DraftCheckpointError(
-                f"`{source}` is no draft that gto-hf can read: it holds {', '.join(sorted(tensors)[:4])}, .. Known are "
-                "drafts saved by gto-hf and EAGLE-3 in SafeAILab's layout (`fc.weight`, `midlayer.*`)."
-            )
+        dialect = find_dialect(source, config, tensors)
         found = None if target is None else fingerprint(target)
-        layers = None if feature_layers is None else list(feature_layers)
-        made, state = safeailab.read(
+        made, state = dialect.read(
             source,
             config,
             tensors,
-            feature_layers=layers,
+            feature_layers=None if feature_layers is None else list(feature_layers),
             target_layers=None if found is None else found["num_hidden_layers"],
         )
+        if config["_said"] and made.draft_type != "eagle3":
+            raise ValueError(f"`{source}` is a draft of type {made.draft_type}; leave out {sorted(config['_said'])}.")
         made.target = found
-        stored = state["fc.weight"].dtype
-        draft = DRAFTS[made.draft_type](made).to(stored if dtype in (None, "auto") else dtype)
-        own = draft.state_dict()
-        check_loaded(source, set(own) - set(state), set(state) - set(own))
-        wrong = [
-            f"`{k}` {tuple(v.shape)} instead of {tuple(own[k].shape)}"
-            for k, v in state.items()
-            if v.shape != own[k].shape
-        ]
-        if wrong:
-            raise DraftCheckpointError(f"`{source}` has tensors of the wrong shape: {', '.join(wrong[:5])}.")
-        draft.load_state_dict(state, strict=True)
-        check_values(source, draft)
-        return draft.eval()
+        return _filled(source, made, state, dtype)
+
+
+def _filled(
+    source: str, config: DraftConfig, state: dict[str, torch.Tensor], dtype: torch.dtype | str | None
+) -> DraftModel:
+    """
+    The draft with these tensors, each of which must have its place and its shape.
+
+    Args:
+        state (`dict[str, torch.Tensor]`): In our names.
+        dtype (`torch.dtype`, *optional*): Of the weights; defaults to what most numbers are stored in.
+
+    Raises:
+        DraftCheckpointError: Names the tensors that are missing, left over, misshapen or no numbers.
+    """
+    sizes: dict[torch.dtype, int] = {}
+    for name, tensor in state.items():
+        if name in ("d2t", "t2d"):
+            continue
+        if tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            raise DraftCheckpointError(
+                f"`{name}` of `{source}` is stored as {tensor.dtype}, which is no weight that can be read. Quantized drafts "
+                "are not supported; fetch the original one."
+            )
+        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.numel()
+    if len(sizes) > 1 and config.source is not None and dtype in (None, "auto"):
+        config.source["decisions"].append(f"weights are stored in {len(sizes)} dtypes: that of most is taken")
+    draft = DRAFTS[config.draft_type](config).to(
+        max(sizes, key=sizes.get) if dtype in (None, "auto") else _dtype(dtype)
+    )
+    own = draft.state_dict()
+    check_loaded(source, set(own) - set(state), set(state) - set(own))
+    wrong = [
+        f"`{k}` {tuple(v.shape)} instead of {tuple(own[k].shape)}" for k, v in state.items() if v.shape != own[k].shape
+    ]
+    if wrong:
+        raise DraftCheckpointError(f"`{source}` has tensors of the wrong shape: {', '.join(wrong[:5])}.")
+    for parameter in draft.parameters():  # what would not be loaded cannot pass as loaded
+        torch.nn.init.constant_(parameter, torch.nan)
+    draft.load_state_dict(state, strict=True)
+    check_values(source, draft)
+    return draft.eval()
 
 
 def _dtype(dtype: torch.dtype | str) -> torch.dtype:

@@ -19,6 +19,7 @@ from transformers import GenerationMixin
 from transformers.generation import GenerationMode
 
 from .loop import tree_decode
+from .misread import refuse_misread
 from .request import as_draft, check_mode
 
 
@@ -55,6 +56,7 @@ def _wrap_validate(original: Any) -> Any:
             )
         draft = as_draft(assistant)
         if draft is None:
+            refuse_misread(assistant)
             return original(self, generation_mode, generation_config, generation_mode_kwargs)
         # The stock comparison of two tokenizers makes no sense for a draft head; our own checks replace it.
         check_mode(self, draft, generation_config)

@@ -8,12 +8,16 @@ reads `[embedding; feature]`). The parts themselves are Llama's, from transforme
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.glm4_moe.modeling_glm4_moe import apply_rotary_pos_emb  # Llama's, on a share of each head too
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from gto_hf.target import LayerKind, visible_by_kind
 
 from .config import DraftConfig
 
@@ -49,7 +53,7 @@ def attend_prefix_and_nodes(
     Args:
         query (`(R, h, F, d)`): Tree `r` belongs to prefix `r // (R / P)`.
         prefix (keys and values `(P, h_kv, T, d)`): Shared prefixes.
-        prefix_mask (`(R, T)` bool): Prefix positions that a tree's root sees.
+        prefix_mask (`(R, T)` or `(R, F, T)` bool): Prefix positions that a tree's root, or each node, sees.
         nodes (keys and values `(R, h_kv, S, d)`): Nodes expanded so far, these `F` last.
         node_mask (`(R, F, S)` bool): A node itself and its ancestors.
 
@@ -66,7 +70,7 @@ def attend_prefix_and_nodes(
     flat = query.reshape(prefixes, trees, kv_heads, groups * width, dim).transpose(1, 2)
     flat = flat.reshape(prefixes, kv_heads, trees * groups * width, dim)
     to_prefix = (flat @ prefix[0].transpose(2, 3)).view(prefixes, kv_heads, trees, groups, width, length)
-    to_prefix = to_prefix.masked_fill(~prefix_mask.view(prefixes, 1, trees, 1, 1, length), -torch.inf)
+    to_prefix = to_prefix.masked_fill(~prefix_mask.reshape(prefixes, 1, trees, 1, -1, length), -torch.inf)
     # Node scores: every tree for itself.
     to_nodes = (query.flatten(2, 3) @ nodes[0].transpose(2, 3)).view(rows, kv_heads, groups, width, size)
     to_nodes = to_nodes.masked_fill(~node_mask[:, None, None], -torch.inf)
@@ -80,8 +84,49 @@ def attend_prefix_and_nodes(
     return (out + own).reshape(rows, heads, width, dim)
 
 
+def narrow_to_window(
+    window: int,
+    positions: torch.Tensor,
+    past: torch.Tensor | None,
+    past_mask: torch.Tensor,
+    nodes: torch.Tensor | None = None,
+    node_mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """
+    Masks of [`DraftAttention.forward`], narrowed to the last `window` positions before each query, its own included.
+
+    Args:
+        positions (`torch.LongTensor` of shape `(rows, F)`): Of the queries; siblings of a tree share one.
+        past (`torch.LongTensor` of shape `(P, T)`, *optional*): Of the prefix.
+        nodes (`torch.LongTensor` of shape `(R, S - F)`, *optional*): Of the nodes so far.
+
+    Returns:
+        `past_mask` `(P, F, T + F)`, or for nodes `(R, F, T)`, and `node_mask` `(R, F, S)`.
+    """
+    kind = LayerKind(window=window)
+    if node_mask is None:
+        keys = positions if past is None else torch.cat([past, positions], 1)
+        return visible_by_kind(kind, past_mask, positions, keys), None
+    keys = past.repeat_interleave(len(positions) // len(past), 0)
+    own = positions if nodes is None else torch.cat([nodes, positions], 1)
+    return (
+        visible_by_kind(kind, past_mask[:, None], positions, keys),
+        visible_by_kind(kind, node_mask, positions, own),
+    )
+
+
 class DraftRotaryEmbedding(LlamaRotaryEmbedding):
-    """Llama's rotary embedding whose frequencies stay in float32 when the model is cast; half precision loses positions."""
+    """
+    Llama's rotary embedding, also for a share of each head's dimensions, whose frequencies stay in float32 when the model is
+    cast; half precision loses positions.
+    """
+
+    @staticmethod
+    def compute_default_rope_parameters(config: DraftConfig, **kwargs: Any) -> tuple[torch.Tensor, float]:
+        """Inverse frequencies `(rotary_dim / 2,)` and the factor on cosine and sine, 1."""
+        dim = config.rotary_dim
+        exponents = torch.arange(0, dim, 2, dtype=torch.float) / dim
+        return 1.0 / (config.rope_parameters["rope_theta"] ** exponents), 1.0
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
         exact = {name: buffer for name, buffer in self.named_buffers(recurse=False) if not buffer.is_meta}
@@ -103,7 +148,9 @@ class DraftAttention(nn.Module):
         self.q_proj = nn.Linear(input_size, heads * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(input_size, kv_heads * self.head_dim, bias=bias)
         self.v_proj = nn.Linear(input_size, kv_heads * self.head_dim, bias=bias)
-        self.o_proj = nn.Linear(heads * self.head_dim, config.hidden_size, bias=False)
+        self.o_proj = nn.Linear(heads * self.head_dim, config.hidden_size, bias=config.attention_output_bias)
+        norm = partial(nn.RMSNorm, self.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity
+        self.q_norm, self.k_norm = norm(), norm()
 
     def forward(
         self,
@@ -129,7 +176,7 @@ class DraftAttention(nn.Module):
             proj(inputs).view(rows, width, -1, self.head_dim).transpose(1, 2)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
-        query, key = apply_rotary_pos_emb(query, key, *rotary)
+        query, key = apply_rotary_pos_emb(self.q_norm(query), self.k_norm(key), *rotary)
         query, key = query.to(value.dtype), key.to(value.dtype)  # autocast leaves the angles in float32
         new = (key, value)
         if node_mask is None:

@@ -17,7 +17,6 @@ Below the root no target feature exists; a node pairs its token with its parent'
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,11 +27,21 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
 
-from gto_hf.target import embed_raw, embedding_scale, fingerprint, full_shape, unsplit_loading, unwrap
+from gto_hf.target import (
+    embed_raw,
+    embedding_scale,
+    fingerprint,
+    full_shape,
+    text_config,
+    tokenizer_hash,
+    unsplit_loading,
+    unwrap,
+)
 from gto_hf.tree import CostCurve, TreeConfig
 
 from .attention import KeyValues
 from .config import DraftConfig, check_tree
+from .pairing import check_padding, fit_vocabulary, warn_other_target
 from .vocab import check_vocab_buffers, vocab_buffers
 
 
@@ -46,8 +55,8 @@ class DraftOutput:
     What a draft's layers return.
 
     Attributes:
-        features (`torch.FloatTensor` of shape `(rows, F, H)`): Input of [`DraftModel.head`] and, below these
-            positions, of the draft itself.
+        features (`torch.FloatTensor` of shape `(rows, F, W)`): Input of [`DraftModel.head`] and, below these
+            positions, of the draft itself. `W` is the draft's width `H`, or more where the two read different parts.
         key_values (`list[tuple[torch.Tensor, torch.Tensor]]`): Per layer, keys and values of the new positions only.
     """
 
@@ -55,17 +64,17 @@ class DraftOutput:
     key_values: list[KeyValues]
 
 
-class _Borrowed:
+class Borrowed:
     """Holds a module of the target outside the draft's module tree: not saved, trained, moved or deep-copied."""
 
     def __init__(self, module: nn.Module | None = None) -> None:
         self.module = module
 
-    def __deepcopy__(self, memo: dict) -> _Borrowed:
+    def __deepcopy__(self, memo: dict) -> Borrowed:
         return self
 
     def __reduce__(self) -> tuple:
-        return (_Borrowed, ())
+        return (Borrowed, ())
 
 
 class DraftModel(PreTrainedModel):
@@ -83,6 +92,8 @@ class DraftModel(PreTrainedModel):
 
     # Whether the draft reads the target's features; one that does not reads the text from its first token on.
     reads_features = True
+    # Whether its outputs estimate the target's last hidden state (see [`LastFeatureDraft`]).
+    predicts_features = False
 
     # Makes a folder ready for a push, `(draft, Hub id, folder)`: card, no paths. Set by `gto_hf.hub`, which stands above.
     prepare_push: Callable[..., None] | None = None
@@ -91,7 +102,7 @@ class DraftModel(PreTrainedModel):
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__(config)
-        self._borrowed = _Borrowed()
+        self._borrowed = Borrowed()
         self.costs: CostCurve | None = None  # set to decide what an automatic tree reckons with; else it is measured
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
         self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
@@ -128,7 +139,7 @@ class DraftModel(PreTrainedModel):
         Args:
             input_ids (`torch.LongTensor` of shape `(rows, F)`): Target-vocabulary ids.
             features (`torch.FloatTensor` of shape `(rows, F, H)`): Fused target features for a prefix, parents'
-                outputs for nodes.
+                outputs `(rows, F, W)` for nodes.
             position_ids (`torch.LongTensor` of shape `(rows, F)`): Pair indices (plus depth for nodes).
             past (`list[KeyValues]`, *optional*): Prefix, `(P, h_kv, T, d)` per layer.
             past_mask (`torch.BoolTensor`): `(P, F, T + F)` for a prefix, `(R, T)` for nodes; true = visible.
@@ -139,7 +150,7 @@ class DraftModel(PreTrainedModel):
         raise NotImplementedError
 
     def head(self, features: torch.Tensor) -> torch.Tensor:
-        """Draft logits `(..., Vd)` from [`DraftOutput`] features `(..., H)`."""
+        """Draft logits `(..., Vd)` from [`DraftOutput`] features `(..., W)`."""
         raise NotImplementedError
 
     # ------------------------------------------------------------------ tree
@@ -194,14 +205,19 @@ class DraftModel(PreTrainedModel):
         return table[target_ids]
 
     # ------------------------------------------------------------------ target
-    def check_target(self, target: nn.Module) -> None:
+    def check_target(self, target: nn.Module, tokenizer: Any = None) -> None:
         """
         Compare this draft with a target before any forward.
+
+        Args:
+            target (`PreTrainedModel`): The target.
+            tokenizer (`PreTrainedTokenizerBase`, *optional*): The target's. Only looked at where the two differ in the rows of
+                their vocabularies: with the same tokenizer these are padding. Looked for where the target was loaded from.
 
         Raises:
             ValueError: If width, depth or vocabulary do not fit, or the draft has no vocabulary map.
         Warns:
-            If the sizes fit but the target says it is another model or another revision.
+            Once, if the sizes fit but the target says it is another model or another revision.
         """
         config, found = self.config, fingerprint(target)
         name = found["name_or_path"] or type(unwrap(target)).__name__
@@ -211,10 +227,7 @@ class DraftModel(PreTrainedModel):
                 f"`hidden_size={found['hidden_size']}`. A draft serves only the target it was trained for."
             )
         if found["vocab_size"] != config.vocab_size:
-            raise ValueError(
-                f"This draft was made for a target vocabulary of {config.vocab_size}, but {name} has "
-                f"`vocab_size={found['vocab_size']}`. A draft serves only the target it was trained for."
-            )
+            check_padding(config, target, found["vocab_size"], tokenizer, name)
         width = full_shape(unwrap(target).get_input_embeddings().weight)[-1]
         if not config.own_embeddings and width != config.hidden_size:
             raise ValueError(
@@ -238,25 +251,40 @@ class DraftModel(PreTrainedModel):
                 f"This draft has {config.draft_vocab_size} of {config.vocab_size} tokens but no map (`d2t`, `t2d`) that "
                 "says which. Build it with `from_target(..., token_counts=...)` or call `set_vocab`."
             )
-        for field in ("name_or_path", "revision", "quantization"):
-            expected = (config.target or {}).get(field)
-            if expected is not None and found[field] is not None and expected != found[field]:
-                warnings.warn(
-                    f"This draft was trained for `{field}={expected}` but decodes for `{found[field]}`: the text stays "
-                    "right, the acceptance length may suffer."
-                )
+        warn_other_target(self, found)
 
-    def attach(self, target: nn.Module) -> Self:
+    def attach(self, target: nn.Module, tokenizer: Any = None) -> Self:
         """
         Check the target and borrow its token embedding, unless the draft has its own. Idempotent.
 
-        The embedding is held outside the module tree: it is not saved, trained, or moved with the draft.
+        The embedding is held outside the module tree: it is not saved, trained, or moved with the draft. A draft whose
+        vocabulary is padded otherwise than the target's gets the target's rows.
+
+        Args:
+            target (`PreTrainedModel`): The target.
+            tokenizer (`PreTrainedTokenizerBase`, *optional*): The target's, as in [`check_target`]; its hash is remembered.
         """
         embedding = unwrap(target).get_input_embeddings()
         if self._borrowed.module is not embedding:
-            self.check_target(target)
-            self._borrowed = _Borrowed(embedding)
+            self.check_target(target, tokenizer)
+            fit_vocabulary(self, text_config(target).vocab_size)
+            self._borrowed = Borrowed(embedding)
+        if tokenizer is not None and self.config.target and not self.config.target.get("tokenizer"):
+            self.config.target = {**self.config.target, "tokenizer": tokenizer_hash(tokenizer)}
         return self
+
+    def borrowed_embedding(self) -> nn.Module | None:
+        """The attached target's embedding module; None if there is none or the draft has its own."""
+        return None if self.config.own_embeddings else self._borrowed.module
+
+    def share_embedding(self, target: nn.Module) -> None:
+        """Drop an embedding of the draft's own that is the target's, number for number; it will be borrowed."""
+        if not self.config.own_embeddings:
+            return
+        own, theirs = self.embed_tokens.weight, unwrap(target).get_input_embeddings().weight
+        if own.shape == theirs.shape and torch.equal(own, theirs.detach().to(own.device, own.dtype)):
+            del self.embed_tokens
+            self.config.own_embeddings = False
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Token embeddings `(rows, F, H)` from the draft's own or the attached target's table."""
@@ -307,12 +335,20 @@ class DraftModel(PreTrainedModel):
         [`AutoDraft.from_pretrained`] reads this and the published layouts.
 
         Raises:
-            DraftCheckpointError: Names missing and unexpected tensors.
+            DraftCheckpointError: Names missing, unexpected and misshapen tensors.
         """
         loading_info = kwargs.pop("output_loading_info", False)
         with unsplit_loading():
             model, info = super().from_pretrained(
-                pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
+                pretrained_model_name_or_path,
+                *args,
+                **{**kwargs, "output_loading_info": True, "ignore_mismatched_sizes": True},
+            )
+        if info["mismatched_keys"]:  # taken so far only to be named
+            wrong = [f"`{key}` {tuple(there)} instead of {tuple(own)}" for key, there, own in info["mismatched_keys"]]
+            raise DraftCheckpointError(
+                f"`{pretrained_model_name_or_path}` has tensors of the wrong shape: {', '.join(sorted(wrong)[:5])}. Its "
+                "`config.json` or its weights are another draft's."
             )
         check_loaded(str(pretrained_model_name_or_path), info["missing_keys"], info["unexpected_keys"])
         check_values(str(pretrained_model_name_or_path), model)

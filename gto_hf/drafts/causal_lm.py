@@ -141,7 +141,7 @@ class CausalLMDraft(DraftModel):
         return logits if cap is None else cap * (logits / cap).tanh()
 
     # ------------------------------------------------------------------ target
-    def check_target(self, target: nn.Module) -> None:
+    def check_target(self, target: nn.Module, tokenizer: Any = None) -> None:
         """
         See [`DraftModel.check_target`].
 
@@ -156,7 +156,7 @@ class CausalLMDraft(DraftModel):
                 "`CausalLMDraft(model, target=target)`."
             )
 
-    def attach(self, target: nn.Module) -> Self:
+    def attach(self, target: nn.Module, tokenizer: Any = None) -> Self:
         """Check the target; nothing is borrowed. Idempotent."""
         model = unwrap(target)
         if self._target is None or self._target() is not model:

@@ -130,13 +130,14 @@ class NodeSteps:
         """[`forward`] followed by [`expand`]: the callback of [`grow_trees`]."""
         return self.expand(self.forward(tokens, features, ancestors, depth), tokens.shape[1])
 
-    def unroll(self, root_features: torch.Tensor, paths: torch.Tensor) -> list[torch.Tensor]:
+    def unroll(self, root_features: torch.Tensor, paths: torch.Tensor, *, detach: bool = False) -> list[torch.Tensor]:
         """
         Follow one given path per tree on the draft's own outputs (training-time test).
 
         Args:
             root_features (`torch.FloatTensor` of shape `(R, H)`): The draft's outputs at the roots.
             paths (`torch.LongTensor` of shape `(R, L)`): Target-vocabulary tokens below the roots.
+            detach (`bool`, *optional*, defaults to `False`): Feed outputs back without their gradient.
 
         Returns:
             `list` of `L + 1` tensors `(R, H)`: outputs after the root and after each token of the path.
@@ -144,6 +145,7 @@ class NodeSteps:
         outputs = [root_features]
         for depth in range(1, paths.shape[1] + 1):
             ancestors = torch.ones(len(paths), 1, depth, dtype=torch.bool, device=paths.device)
-            features = self.forward(paths[:, depth - 1 : depth], outputs[-1][:, None], ancestors, depth)
+            parents = outputs[-1].detach() if detach else outputs[-1]
+            features = self.forward(paths[:, depth - 1 : depth], parents[:, None], ancestors, depth)
             outputs.append(features[:, 0])
         return outputs

@@ -3,6 +3,7 @@
 
 from .counts import Counts, expected_acceptance, simulated_tau
 from .draw import draw_tree, rich_tree
+from .layers import LayerAgreement, layer_agreement
 from .lossless import CheckReport, Divergence, LosslessReport, check, verify_lossless
 from .misalignment import Misalignment, misalignment, misalignment_table
 from .prompts import OWN_SETS, Question, QuestionSet, load_questions, load_set, prompts_hash, spread
@@ -18,6 +19,7 @@ __all__ = [
     "Counts",
     "Detail",
     "Divergence",
+    "LayerAgreement",
     "LosslessReport",
     "Measured",
     "Misalignment",
@@ -36,6 +38,7 @@ __all__ = [
     "compare",
     "draw_tree",
     "expected_acceptance",
+    "layer_agreement",
     "load_questions",
     "load_set",
     "measure",

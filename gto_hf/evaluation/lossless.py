@@ -17,6 +17,8 @@ from gto_hf.drafts import DraftModel
 from gto_hf.target import decoding_route, layer_kinds, text_config, tree_attention, unwrap
 from gto_hf.tree import DraftTree
 
+from .layers import LayerAgreement, layer_agreement
+
 
 # A gap of the two best logits below this many rounding steps of the dtype is a near-tie: forwards of different width may
 # round it either way.
@@ -153,12 +155,14 @@ class CheckReport:
         tree_error (`float`): Largest difference of a logit between a small tree and sequential forwards, as a share of the
             largest logit; NaN for chains.
         lossless ([`LosslessReport`], *optional*): Of the texts that were compared.
+        agreement ([`LayerAgreement`], *optional*): First guesses with the features of neighbouring layers.
         lines (`list[str]`): What was found, in words. ok (`bool`): Whether the pair can be used.
     """
 
     route: str
     tree_error: float = float("nan")
     lossless: LosslessReport | None = None
+    agreement: LayerAgreement | None = None
     lines: list[str] = field(default_factory=list)
     ok: bool = False
 
@@ -175,7 +179,8 @@ def check(
     verbose: bool = True,
 ) -> CheckReport:
     """
-    Test a target and a draft on this machine: a small tree against sequential forwards, and one short lossless text.
+    Test a target and a draft on this machine: a small tree against sequential forwards, one short lossless text, and
+    whether the draft would guess better with the features of neighbouring layers.
 
     Args:
         model (`PreTrainedModel`): The target. draft ([`DraftModel`]): Its draft.
@@ -233,6 +238,9 @@ def _check_pair(
     report.lines.append(str(report.lossless))
     if prompts is not None and report.lossless.tau < 1.1:
         report.lines.append("the draft is hardly ever right on these prompts: is it made for this target?")
+    if draft.reads_features:
+        report.agreement = layer_agreement(model, draft, chosen[:4])
+        report.lines.append(str(report.agreement))
     report.ok = exact and report.lossless.ok and short.ok
 
 

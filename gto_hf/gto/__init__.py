@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Group Tree Optimization without a trainer (level 4): groups, trees of a sequence, rewards, objective."""
 
+from .feature_losses import FEATURE_OBJECTIVES, FeatureLoss, aligned_steps, feature_token_loss, noisy
 from .features import FeatureStore, row_spans
 from .groups import count_groups, padded_positions, roots_of, row_generators, sample_groups, supervised_targets
 from .memory import ReferenceMemory
@@ -19,6 +20,8 @@ from .tree_losses import TreePlan, plan_trees, tree_loss
 
 __all__ = [
     "AGGREGATIONS",
+    "FEATURE_OBJECTIVES",
+    "FeatureLoss",
     "FeatureStore",
     "GroupLoss",
     "GroupPlan",
@@ -33,11 +36,14 @@ __all__ = [
     "TreePlan",
     "TreeScores",
     "accepted_paths",
+    "aligned_steps",
     "count_groups",
     "draft_forward",
     "expected_acceptance",
+    "feature_token_loss",
     "group_advantages",
     "gto_loss",
+    "noisy",
     "padded_positions",
     "path_log_probs",
     "plan_groups",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from gto_hf.target import LogitHead, boundary_features, find_head, has_windows, text_config
+from gto_hf.target import LogitHead, boundary_features, has_windows, target_head, text_config
 
 from .sequences import Sequences
 
@@ -120,7 +120,7 @@ def read_target(
     }
     final = text_config(target).num_hidden_layers  # its boundary is the last hidden state, after the norm
     narrow = target._supports_logits_to_keep()
-    head = _head(target, input_ids, final) if narrow and not whole else None
+    head = target_head(target, input_ids[:1, :8]) if narrow and not whole else None
     wanted = [*feature_layers, final] if head is not None else list(feature_layers)
     if wanted:
         inputs["output_hidden_states"] = wanted
@@ -143,14 +143,3 @@ def read_target(
         readout=Readout(states, head, output.logits.shape[-1], first),
         cache=output.cache if use_cache else None,
     )
-
-
-def _head(target: Any, input_ids: torch.Tensor, final: int) -> LogitHead | None:
-    """The target's head; the first call compares it with the logits of a short forward."""
-
-    def probe() -> tuple[torch.Tensor | None, torch.Tensor]:
-        output = target(input_ids=input_ids[:1, :8], use_cache=False, output_hidden_states=[final])
-        states = output.hidden_states
-        return (None if states is None else boundary_features(states, [final])[0]), output.logits[0]
-
-    return find_head(target, probe)

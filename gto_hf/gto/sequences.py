@@ -70,18 +70,18 @@ class SequencePrefix:
         tokens = self.sequences.input_ids.gather(1, roots).flatten()
         return grow_trees(steps.step, tokens, steps.expand(features[:, None], config.top_k), config)
 
-    def unrolled(self, roots: torch.Tensor, steps: int) -> list[torch.Tensor]:
+    def unrolled(self, roots: torch.Tensor, steps: int, *, detach: bool = False) -> list[torch.Tensor]:
         """
         Draft outputs `(B, n, H)` of `steps` unrolled steps that follow the text below each root (training-time test).
 
-        Step 0 is the root's own. Past the end of a row the last token is repeated; mask those steps.
+        Step 0 is the root's own; with `detach` no gradient flows through one step's output into the next. Past the end of a row the last token is repeated; mask those steps.
         """
         batch, count = roots.shape
         position = roots[..., None] + torch.arange(1, steps, device=roots.device)
         ids = self.sequences.input_ids
         paths = ids.gather(1, position.clamp(max=ids.shape[1] - 1).flatten(1)).view(batch * count, steps - 1)
         nodes, features = self.at(roots)
-        return [f.view(batch, count, -1) for f in nodes.unroll(features, paths)]
+        return [f.view(batch, count, -1) for f in nodes.unroll(features, paths, detach=detach)]
 
     def unrolled_logits(self, roots: torch.Tensor, steps: int) -> list[torch.Tensor]:
         """The draft's logits `(B, n, Vd)` of [`unrolled`]."""

@@ -178,6 +178,8 @@ def draft_forward(
     steps: int,
     token_loss: Callable[[list[torch.Tensor]], TokenLoss],
     of_trees: Callable[[SequencePrefix], torch.Tensor] | None = None,
+    *,
+    detach: bool = False,
 ) -> tuple[TokenLoss, torch.Tensor | None]:
     """
     Everything of a step that carries gradient: one pass over the sequences, the unrolled steps, the trees.
@@ -187,12 +189,13 @@ def draft_forward(
         steps (`int`): Unrolled steps of the token loss.
         token_loss (`Callable`): Takes the draft's outputs of each step, `(B, n, H)`; applies the draft's head.
         of_trees (`Callable`, *optional*): Takes the pass over the sequences; see [`GroupPlan.path_log_probs`].
+        detach (`bool`, *optional*, defaults to `False`): See [`SequencePrefix.unrolled`].
 
     Returns:
         The token loss, and what `of_trees` gives.
     """
     prefix = SequencePrefix(draft, sequences)
-    tokens = token_loss(prefix.unrolled(token_roots, steps))
+    tokens = token_loss(prefix.unrolled(token_roots, steps, detach=detach))
     return tokens, None if of_trees is None else of_trees(prefix)
 
 

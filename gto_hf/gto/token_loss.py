@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gto_hf.drafts import DraftModel
 
-from .objectives import TOKEN_OBJECTIVES
+from .objectives import TOKEN_OBJECTIVES, TokenObjective
 from .reading import Readout
 
 
@@ -67,7 +67,9 @@ def token_loss(
     decay: float = 0.8,
     *,
     skip_unsayable: bool = True,
-    objective: str = "kl",
+    objective: str | TokenObjective = "kl",
+    of_outputs: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+    trained: torch.Tensor | None = None,
     elements: int = LOSS_ELEMENTS,
     largest: Callable[[int], int] = int,
 ) -> TokenLoss:
@@ -83,12 +85,17 @@ def token_loss(
         decay (`float`, *optional*, defaults to `0.8`): Step `k` weighs `decay**k`.
         skip_unsayable (`bool`, *optional*, defaults to `True`): Leave out positions whose most likely target token is
             outside the draft's vocabulary (EAGLE-3's position mask).
-        objective (`str`, *optional*, defaults to `"kl"`): One of [`TOKEN_OBJECTIVES`].
+        objective (`str` or `Callable`, *optional*, defaults to `"kl"`): One of [`TOKEN_OBJECTIVES`], or a function like them.
+        of_outputs (`Callable`, *optional*): A further loss `(steps, m)` of draft outputs `(steps, m, H)`, given with the row
+            and slot `(m,)` that teach them; counts whatever the vocabulary says.
+        trained (`torch.BoolTensor` of shape `(B, n, steps)`, *optional*): Those of `supervised` that have a loss; all by default.
         elements (`int`, *optional*): Draft logits that exist at a time. Bounds memory, changes no result.
         largest (`Callable`, *optional*): The largest of a number over all ranks that must call the head equally often, because
             it is split over them. By default every rank stands alone.
     """
     steps, kept = len(features), draft.kept_ids
+    between = TOKEN_OBJECTIVES[objective] if isinstance(objective, str) else objective
+    trained = supervised if trained is None else trained
     # One entry per taught slot, with the root that each step has there: the target's side is made once for all steps.
     batch, slots = len(roots), int(readout.last)
     column = torch.full((batch, slots + steps), -1, dtype=torch.long, device=roots.device)
@@ -109,13 +116,17 @@ def token_loss(
         number = torch.where(at >= 0, column[row, at.clamp(min=0)], -1)
         step = torch.arange(steps, device=slot.device)[:, None].expand_as(number)
         counted = (number >= 0) & supervised[row, number.clamp(min=0), step]
-        logits = draft.head(outputs[step, row, number.clamp(min=0)])
+        chosen = outputs[step, row, number.clamp(min=0)]
+        logits = draft.head(chosen)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         with torch.autocast(logits.device.type, enabled=False):  # sums over a vocabulary need float32
-            loss = TOKEN_OBJECTIVES[objective](logits, some.to(logits.dtype), normaliser.to(logits.dtype))
-            used = counted & (best >= 0) if skip_unsayable else counted
+            loss = between(logits, some.to(logits.dtype), normaliser.to(logits.dtype))
+            learnt = counted & trained[row, number.clamp(min=0), step]
+            used = learnt & (best >= 0) if skip_unsayable else learnt
             weight = decay ** torch.arange(steps, device=slot.device, dtype=logits.dtype)
             each = weight @ loss.masked_fill(~used, 0)
+            if of_outputs is not None:
+                each = each + weight @ of_outputs(chosen, row, slot).to(logits.dtype).masked_fill(~learnt, 0)
         with torch.no_grad():
             right = logits.gather(-1, best.clamp(min=0).expand(steps, -1)[..., None])[..., 0] == logits.amax(-1)
             correct = (right & (best >= 0) & counted).sum(1)

@@ -3,6 +3,7 @@
 
 from .describe import (
     boundary_features,
+    config_fingerprint,
     default_feature_layers,
     embed_raw,
     embedding_scale,
@@ -17,10 +18,11 @@ from .describe import (
     weights_hash,
 )
 from .device import find_device
-from .head import LogitHead, find_head
+from .head import LogitHead, find_head, target_head
 from .masks import LayerKind, backend_form, backend_mask, check_backend, layer_kinds, tree_attention, visible_by_kind
 from .routes import Route, check_tree_support, decoding_route, has_windows
 from .shards import full_shape, gathered, unsplit_loading
+from .vocabulary import find_tokenizer, tokenizer_hash, tokenizer_rows
 
 
 __all__ = [
@@ -32,6 +34,7 @@ __all__ = [
     "backend_mask",
     "check_backend",
     "check_tree_support",
+    "config_fingerprint",
     "decoding_route",
     "default_feature_layers",
     "embed_raw",
@@ -40,6 +43,7 @@ __all__ = [
     "final_norm_scale",
     "find_device",
     "find_head",
+    "find_tokenizer",
     "fingerprint",
     "full_shape",
     "gathered",
@@ -48,7 +52,10 @@ __all__ = [
     "layer_kinds",
     "position_limit",
     "rope_types",
+    "target_head",
     "text_config",
+    "tokenizer_hash",
+    "tokenizer_rows",
     "tree_attention",
     "unsplit_loading",
     "unwrap",

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -37,17 +38,24 @@ def fingerprint(target: nn.Module) -> dict[str, Any]:
         `dict`: `name_or_path` and `revision` (who it says it is; local paths are kept out, they mean nothing
         elsewhere), sizes (what must fit), and `quantization` (features change with it).
     """
-    model, config = unwrap(target), text_config(target)
-    quantization = getattr(model.config, "quantization_config", None)
+    return config_fingerprint(unwrap(target).config)
+
+
+def config_fingerprint(config: PreTrainedConfig) -> dict[str, Any]:
+    """[`fingerprint`] of a target of which only the config is at hand."""
+    text = config.get_text_config()
+    quantization = getattr(config, "quantization_config", None)
+    if isinstance(quantization, dict):  # as it stands in a file
+        quantization = SimpleNamespace(**quantization)
     method = getattr(quantization, "quant_method", None)
-    name = model.config._name_or_path
+    name = config._name_or_path
     return {
         "name_or_path": None if not name or _is_local(name) else name,
-        "revision": getattr(model.config, "_commit_hash", None),
-        "model_type": config.model_type,
-        "hidden_size": config.hidden_size,
-        "num_hidden_layers": config.num_hidden_layers,
-        "vocab_size": config.vocab_size,
+        "revision": getattr(config, "_commit_hash", None),
+        "model_type": text.model_type,
+        "hidden_size": text.hidden_size,
+        "num_hidden_layers": text.num_hidden_layers,
+        "vocab_size": text.vocab_size,
         "quantization": None if method is None else str(getattr(method, "value", method)),
     }
 

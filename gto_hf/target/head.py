@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .describe import text_config, unwrap
+from .describe import boundary_features, text_config, unwrap
 
 
 class LogitHead:
@@ -79,6 +79,23 @@ def find_head(target: nn.Module, probe: Callable[[], tuple[torch.Tensor | None, 
             return None  # a broken target proves nothing, and is found out elsewhere
         _FOUND[target] = _compared(target, hidden, logits)
     return _FOUND[target]
+
+
+@torch.no_grad()
+def target_head(target: Any, input_ids: torch.Tensor | None = None) -> LogitHead | None:
+    """
+    [`find_head`] with a forward over `input_ids` `(1, n)`, by default the first few ids; the forward is run once per target.
+    """
+
+    def probe() -> tuple[torch.Tensor | None, torch.Tensor]:
+        config = text_config(target)
+        final = config.num_hidden_layers  # its boundary is the last hidden state, after the norm
+        ids = torch.arange(min(8, config.vocab_size))[None].to(target.device) if input_ids is None else input_ids
+        output = target(input_ids=ids, use_cache=False, output_hidden_states=[final])
+        states = output.hidden_states
+        return (None if states is None else boundary_features(states, [final])[0]), output.logits[0]
+
+    return find_head(target, probe)
 
 
 @torch.no_grad()

@@ -11,18 +11,20 @@ from typing import Any
 import torch
 from trl import SFTConfig
 
-from gto_hf.gto import AGGREGATIONS, TOKEN_OBJECTIVES
+from gto_hf.export import ENGINES
+from gto_hf.gto import AGGREGATIONS, FEATURE_OBJECTIVES, TOKEN_OBJECTIVES
 from gto_hf.hub import publishable
 from gto_hf.tree import TreeConfig
 
 
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "token_objective": tuple(TOKEN_OBJECTIVES),
+_CHOICES: dict[str, tuple[str | None, ...]] = {
+    "token_objective": (*TOKEN_OBJECTIVES, *FEATURE_OBJECTIVES),
     "gto_objective": ("gto", "tree_kl", "membership"),
     "gto_aggregation": AGGREGATIONS,
     "gto_path": ("greedy", "sample"),
     "group_positions": ("random", "grid"),
     "train_on": ("all", "last"),
+    "export_to": (None, *ENGINES),
 }
 
 
@@ -55,15 +57,28 @@ class GTOConfig(SFTConfig):
         > Parameters that control the token loss
 
         ttt_steps (`int`, *optional*):
-            Unrolled steps of training-time test. Defaults to the depth of the tree: as deep as decoding looks.
-        ttt_decay (`float`, *optional*, defaults to `0.8`):
-            Step `k` (from 0) weighs `ttt_decay**k`.
+            Unrolled steps of training-time test. Defaults to the depth of the tree: as deep as decoding looks; for `"eagle"`,
+            `"hass"` and `"griffin"` to their 1, 3 and 2.
+        ttt_decay (`float`, *optional*):
+            Step `k` (from 0) weighs `ttt_decay**k`. Defaults to 0.8; for `"eagle"`, `"hass"` and `"griffin"` to 1.
         skip_unsayable (`bool`, *optional*, defaults to `True`):
             Leave positions out of the token loss whose most likely target token is outside the draft's vocabulary.
 
         token_objective (`str`, *optional*, defaults to `"kl"`):
             Loss between draft and target distributions: `"kl"` (EAGLE-3's soft cross-entropy), `"lk"` or `"lk_hybrid"`
-            (arXiv 2602.23881).
+            (arXiv 2602.23881). For drafts that predict the target's features (EAGLE-1/2, GRIFFIN) also `"eagle"` (smooth L1 on
+            the features plus soft cross-entropy), `"hass"` (the same unrolled, plus the target's likeliest tokens) and
+            `"griffin"` (as HASS, without the steps that follow a token the draft would not have drafted).
+        feature_weight (`float`, *optional*, defaults to `1.0`): Of those three: weight of smooth L1 on the features.
+        distribution_weight (`float`, *optional*, defaults to `0.1`): Of those three: weight of the soft cross-entropy.
+        topk_weight (`float`, *optional*):
+            Of those three: weight of the cross-entropy over the target's likeliest tokens. Defaults to the recipes' 0, 1, 0.5.
+        topk_tokens (`int`, *optional*, defaults to `10`): How many of them.
+        align_top (`int`, *optional*, defaults to `3`):
+            Of `"griffin"`: a token that is not among the draft's so many likeliest ends the steps of its root; `0` keeps them.
+        feature_noise (`float`, *optional*):
+            Width of uniform noise on the features that the draft reads in training, times 512 / length of the row. Defaults to
+            EAGLE's 0.2 for `"eagle"` without trees, else to 0: trees are drafted from the features as they are.
 
         > Parameters that control the tree (training only; the draft's own tree decodes)
 
@@ -111,6 +126,9 @@ class GTOConfig(SFTConfig):
         eval_temperature (`float`, *optional*, defaults to `0.0`): Temperature of that decoding; 0 is greedy.
         report (`bool`, *optional*, defaults to `True`):
             Keep `output_dir/report` up to date: `metrics.csv`, `table.md` and, with matplotlib, `training.png`.
+        export_to (`str`, *optional*):
+            Engine that the draft is meant for (`"sglang"`, `"vllm"`, `"speculators"`, `"safeailab"`): refuse at the start
+            to train one that could not be exported to it.
 
         > Parameters that control the data
 
@@ -138,13 +156,19 @@ class GTOConfig(SFTConfig):
     )
     features_path: str | None = field(default=None, metadata={"help": "Folder that keeps the target's features."})
     ttt_steps: int | None = field(default=None, metadata={"help": "Unrolled steps; default: depth of the tree."})
-    ttt_decay: float = field(default=0.8, metadata={"help": "Step k of the token loss weighs ttt_decay**k."})
+    ttt_decay: float | None = field(default=None, metadata={"help": "Step k of the token loss weighs ttt_decay**k."})
     skip_unsayable: bool = field(
         default=True, metadata={"help": "Leave out positions whose top target token the draft cannot say."}
     )
     token_objective: str = field(
         default="kl", metadata={"help": "Loss of every unrolled step.", "choices": list(_CHOICES["token_objective"])}
     )
+    feature_weight: float = field(default=1.0, metadata={"help": "Weight of smooth L1 on predicted features."})
+    distribution_weight: float = field(default=0.1, metadata={"help": "Weight of soft cross-entropy beside it."})
+    topk_weight: float | None = field(default=None, metadata={"help": "Weight of the target's likeliest tokens."})
+    topk_tokens: int = field(default=10, metadata={"help": "How many likeliest tokens."})
+    align_top: int = field(default=3, metadata={"help": "Draft tokens that a step of GRIFFIN must follow; 0: any."})
+    feature_noise: float | None = field(default=None, metadata={"help": "Width of uniform noise on read features."})
     tree_depth: int | None = field(default=None, metadata={"help": "Depth of training trees; default: the draft's."})
     tree_top_k: int | None = field(default=None, metadata={"help": "Branching of training trees."})
     tree_total_tokens: int | None = field(default=None, metadata={"help": "Nodes of training trees, root excluded."})
@@ -177,6 +201,9 @@ class GTOConfig(SFTConfig):
     eval_max_new_tokens: int = field(default=64, metadata={"help": "New tokens per decoded prompt, at least 2."})
     eval_temperature: float = field(default=0.0, metadata={"help": "Temperature of that decoding; 0 is greedy."})
     report: bool = field(default=True, metadata={"help": "Write tables and plots to output_dir/report."})
+    export_to: str | None = field(
+        default=None, metadata={"help": "Engine the draft is for; refused at the start if it could not be exported."}
+    )
     assistant_only_loss: bool | None = field(
         default=None, metadata={"help": "Default: conversations train assistant turns. False: every token."}
     )
@@ -202,9 +229,10 @@ class GTOConfig(SFTConfig):
             "target_temperature",
             "score_nodes",
             "ttt_decay",
+            "topk_tokens",
         )
         for name in positive:
-            if not getattr(self, name) > 0:
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ValueError(f"`{name}={getattr(self, name)}` must be positive.")
         if self.gto_weight < 0 or not 0 < self.gto_epsilon < 1:
             raise ValueError(
@@ -220,9 +248,19 @@ class GTOConfig(SFTConfig):
             raise ValueError(f"`ttt_steps={self.ttt_steps}` must be at least 1.")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
-                raise ValueError(f"`{name}={getattr(self, name)!r}`: choose one of {', '.join(choices)}.")
-        for name, least in (("eval_prompts", 0), ("eval_max_new_tokens", 2), ("eval_temperature", 0.0)):
-            if not getattr(self, name) >= least:
+                raise ValueError(f"`{name}={getattr(self, name)!r}`: choose one of {', '.join(map(str, choices))}.")
+        least_values = {
+            "eval_prompts": 0,
+            "eval_max_new_tokens": 2,
+            "eval_temperature": 0.0,
+            "feature_weight": 0.0,
+            "distribution_weight": 0.0,
+            "topk_weight": 0.0,
+            "align_top": 0,
+            "feature_noise": 0.0,
+        }
+        for name, least in least_values.items():
+            if getattr(self, name) is not None and not getattr(self, name) >= least:
                 raise ValueError(f"`{name}={getattr(self, name)}` must be at least {least}.")
 
     def _refuse_inherited(self) -> None:

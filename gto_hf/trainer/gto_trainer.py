@@ -31,7 +31,6 @@ from gto_hf.gto import (
     sample_groups,
     supervised_steps,
     supervised_targets,
-    token_loss,
 )
 from gto_hf.lora import Reference, draft_peft_config, is_peft
 
@@ -56,6 +55,7 @@ from .report import ReportCallback
 from .rows import RowPreparation
 from .sums import Sums
 from .terms import Plan, TreeTerm, tree_term
+from .tokens import TokenTerm
 
 
 class GTOTrainer(PushingTrainer):
@@ -155,7 +155,7 @@ class GTOTrainer(PushingTrainer):
 
         # Target
         self.target_model = load_target(target_model, draft, args)
-        draft.attach(self.target_model)
+        draft.attach(self.target_model, processing_class)
         name_target(draft, self.target_model)
 
         # Tree
@@ -164,8 +164,8 @@ class GTOTrainer(PushingTrainer):
             raise ValueError(
                 f"`tree_top_k={self.tree.top_k}` is more than the draft's vocabulary of {draft.config.draft_vocab_size}."
             )
-        # A draft that feeds on its own outputs is taught several steps; a language model reads text either way.
-        self.ttt_steps = args.ttt_steps or (self.tree.depth if draft.reads_features else 1)
+        self.tokens = TokenTerm(args, draft, self.tree)
+        self.ttt_steps = self.tokens.steps
         check_target_for_training(self.target_model, self.tree, args)
 
         # Reference
@@ -181,7 +181,7 @@ class GTOTrainer(PushingTrainer):
             self.reference_hash = hash_module(model)
 
         # Processing class
-        processing_class = load_tokenizer(processing_class, self.target_model)
+        processing_class = load_tokenizer(processing_class, self.target_model, draft)
         if data_collator is None:
             data_collator = DataCollatorForLanguageModeling(pad_token_id=processing_class.pad_token_id)
 
@@ -305,17 +305,8 @@ class GTOTrainer(PushingTrainer):
         reading = self._reader.read(inputs, root_list, real, use_cache=with_groups)
         supervised = supervised_steps(targets, root_list, self.ttt_steps) & real[..., None]
 
-        of_tokens = partial(
-            token_loss,
-            draft,
-            readout=reading.readout,
-            roots=root_list,
-            supervised=supervised,
-            decay=self.args.ttt_decay,
-            skip_unsayable=self.args.skip_unsayable,
-            objective=self.args.token_objective,
-            largest=partial(largest_over_ranks, self),
-        )
+        largest = partial(largest_over_ranks, self)
+        of_tokens = self.tokens.loss(draft, reading, root_list, supervised, largest)
         with self.accelerator.autocast():
             plan = self._plan(unwrapped, draft, reading, groups, valid) if with_groups else None
             of_trees = None if plan is None else partial(self.term.forward, plan=plan)
@@ -325,11 +316,12 @@ class GTOTrainer(PushingTrainer):
                     unwrapped,
                     draft_forward,
                     draft,
-                    reading.sequences,
+                    self.tokens.read(reading.sequences, training=mode == "train"),
                     root_list,
                     self.ttt_steps,
                     of_tokens,
                     of_trees,
+                    detach=self.tokens.recipe is not None,
                 )
         token_count, group_count = self._normalisers(mode, inputs)
         loss = tokens.loss / token_count

@@ -14,7 +14,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from gto_hf.checkpoints import AutoDraft
 from gto_hf.decoding import as_draft
 from gto_hf.drafts import DraftModel
-from gto_hf.target import check_tree_support, fingerprint, is_hub_id, position_limit, text_config, unwrap
+from gto_hf.export import check_exportable
+from gto_hf.target import (
+    check_tree_support,
+    fingerprint,
+    is_hub_id,
+    position_limit,
+    text_config,
+    tokenizer_hash,
+    unwrap,
+)
 from gto_hf.tree import TreeConfig
 
 from .gto_config import GTOConfig
@@ -44,6 +53,9 @@ def load_target(target: Any, draft: DraftModel, args: GTOConfig) -> nn.Module:
     """
     The frozen target: an object, or loaded from `args` or from what the draft's config names. Evaluation mode, no
     gradients.
+
+    Raises:
+        ValueError: If there is none, or the draft could not be exported to `args.export_to`.
     """
     if target is None:
         target = args.target_model_name_or_path
@@ -58,6 +70,8 @@ def load_target(target: Any, draft: DraftModel, args: GTOConfig) -> nn.Module:
         target = AutoModelForCausalLM.from_pretrained(target, **(args.target_model_init_kwargs or {}))
     if as_draft(target) is not None:
         raise TypeError("`target_model` is a draft; it must be the frozen LLM. The draft goes into `model`.")
+    if args.export_to is not None and draft is not None:
+        check_exportable(draft.config, args.export_to, depth=fingerprint(target)["num_hidden_layers"])
     return target.eval().requires_grad_(False)
 
 
@@ -72,8 +86,26 @@ def name_target(draft: DraftModel, target: nn.Module) -> None:
         draft.config.target = found
 
 
-def load_tokenizer(processing_class: Any, target: nn.Module) -> Any:
-    """The given tokenizer, or the target's; with a pad token."""
+def name_tokenizer(draft: DraftModel, tokenizer: Any) -> None:
+    """
+    Let the draft say which tokenizer it is trained with.
+
+    Warns:
+        If it says another one: its rows may stand for other tokens.
+    """
+    if not draft.config.target:
+        return
+    found, stored = tokenizer_hash(tokenizer), draft.config.target.get("tokenizer")
+    if stored is not None and stored != found:
+        warnings.warn(
+            "This draft was trained with another tokenizer: some ids stand for other tokens, or one of the two has more. If "
+            "only tokens were added, training goes on from what the draft knows."
+        )
+    draft.config.target = {**draft.config.target, "tokenizer": found}
+
+
+def load_tokenizer(processing_class: Any, target: nn.Module, draft: DraftModel | None = None) -> Any:
+    """The given tokenizer, or the target's; with a pad token, and named in the config of `draft`."""
     if processing_class is None:
         name = unwrap(target).config._name_or_path
         try:
@@ -84,6 +116,8 @@ def load_tokenizer(processing_class: Any, target: nn.Module) -> Any:
             ) from error
     if processing_class.pad_token is None:
         processing_class.pad_token = processing_class.eos_token
+    if draft is not None:
+        name_tokenizer(draft, processing_class)
     return processing_class
 
 

@@ -7,7 +7,8 @@ Fine-tune a published draft:
     gto-hf train --model_name_or_path org/draft --target_model_name_or_path org/llm --dataset_name rows.jsonl \
         --output_dir my-draft
 
-Without `--model_name_or_path` a fresh EAGLE-3 draft is made from the target. `--plan` checks and counts without weights.
+Without `--model_name_or_path` a fresh draft is made from the target, an EAGLE-3 one unless `--draft_type` says otherwise. `--plan`
+checks and counts without weights.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config
 
 from gto_hf.checkpoints import AutoDraft
 from gto_hf.data import dataset_token_counts
-from gto_hf.drafts import DraftModel, Eagle3Draft
+from gto_hf.drafts import DRAFTS, DraftModel, FeatureDraft
 from gto_hf.target import text_config
 
 from .gto_config import GTOConfig
@@ -29,17 +30,29 @@ from .load import load_target, load_tokenizer
 from .plan import PlanArguments, plan_text
 
 
+FRESH_TYPES = tuple(kind for kind, cls in DRAFTS.items() if issubclass(cls, FeatureDraft))
+
+
 @dataclass
 class DraftArguments:
     """
     Arguments of a fresh draft; not read when `--model_name_or_path` names one.
 
     Args:
-        draft_vocab_size (`int`, *optional*, defaults to `32000`):
+        draft_vocab_size (`int`, *optional*):
             Tokens a fresh draft can say, the most frequent ones of the training data (at most the target's vocabulary).
+            Defaults to 32000, and to all where the head is the target's own.
+        draft_type (`str`, *optional*, defaults to `"eagle3"`):
+            `"eagle3"`, `"eagle"` (EAGLE-1/2, HASS) or `"griffin"`.
     """
 
-    draft_vocab_size: int = field(default=32000, metadata={"help": "Tokens that a fresh draft can say."})
+    draft_vocab_size: int | None = field(
+        default=None,
+        metadata={"help": "Tokens that a fresh draft can say; default: 32000, or all of a borrowed head."},
+    )
+    draft_type: str = field(
+        default="eagle3", metadata={"help": "Type of a fresh draft.", "choices": list(FRESH_TYPES)}
+    )
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -98,5 +111,6 @@ def _fresh_draft(
     """A draft shaped like the target, with the training data's most frequent tokens."""
     vocab = text_config(target).vocab_size
     counts = dataset_token_counts(dataset, tokenizer, vocab, text_field=text_field)
-    size = min(args.draft_vocab_size, vocab)
-    return Eagle3Draft.from_target(target, draft_vocab_size=size, token_counts=counts, tokenizer=tokenizer)
+    cls = DRAFTS[args.draft_type]
+    size = min(args.draft_vocab_size or (vocab if cls.predicts_features else 32000), vocab)
+    return cls.from_target(target, draft_vocab_size=size, token_counts=counts, tokenizer=tokenizer)

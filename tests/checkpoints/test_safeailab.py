@@ -113,12 +113,25 @@ def test_half_precision_keeps_the_map_in_integers(tmp_path):
     assert draft.dtype == torch.bfloat16 and draft.t2d.dtype == torch.bool
 
 
-def test_old_style_rope_is_kept_and_never_taken_from_the_target(tmp_path):
+def test_scaling_is_kept_and_the_base_is_what_safeailab_trains_with(tmp_path):
+    """Their training code ignores `rope_theta`; the target's rotary parameters never matter."""
     target = tiny_target()
     target.config.rope_parameters = {"rope_type": "default", "rope_theta": 777.0}
     old = CONFIG | {"rope_theta": 500000.0, "rope_scaling": {"type": "linear", "factor": 2.0}}
-    rope = AutoDraft.from_pretrained(write(tmp_path, tensors(), old), target=target).config.rope_parameters
-    assert rope["rope_theta"] == 500000.0 and rope["rope_type"] == "linear" and rope["factor"] == 2.0
+    write(tmp_path, tensors(), old)
+    with pytest.warns(UserWarning, match="rope_theta=500000"):
+        config = AutoDraft.from_pretrained(tmp_path, target=target).config
+    rope = config.rope_parameters
+    assert rope["rope_theta"] == 10000.0 and rope["rope_type"] == "linear" and rope["factor"] == 2.0
+    assert any("rope_theta" in decision for decision in config.source["decisions"])
+    said = {"rope_type": "default", "rope_theta": 500000.0}
+    assert AutoDraft.from_pretrained(tmp_path, target=target, rope_parameters=said).config.rope_parameters == said
+    # a kind of scaling that their code does not know: trained elsewhere, so all of it is as stated
+    other = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    other["original_max_position_embeddings"] = 8192
+    write(tmp_path, tensors(), old | {"rope_scaling": other})
+    rope = AutoDraft.from_pretrained(tmp_path, target=target).config.rope_parameters
+    assert rope == other | {"rope_theta": 500000.0}
 
 
 def test_a_stored_embedding_is_the_drafts_own(tmp_path):

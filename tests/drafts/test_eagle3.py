@@ -299,7 +299,7 @@ def test_an_unattached_draft_says_so(llama, draft, tmp_path):
         ({"draft_vocab_size": 65}, "draft_vocab_size=65"),
         ({"feature_layers": [4, 2]}, "ascending"),
         ({"feature_layers": [2, 2]}, "distinct"),
-        ({"num_hidden_layers": 2}, "one layer"),
+        ({"num_hidden_layers": 0}, "at least one layer"),
         ({"target_hidden_size": 48}, "own_embeddings"),
         ({"tree": {"depth": 1, "top_k": 2, "total_tokens": 3}}, "total_tokens=3"),
         ({"tree": {"levels": 3}}, "levels"),

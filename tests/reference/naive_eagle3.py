@@ -4,6 +4,8 @@
 Nothing of the package's draft code is used; only the stored tensors and sizes. Everything is differentiable.
 """
 
+import math
+
 import torch
 
 
@@ -11,14 +13,31 @@ def rms_norm(x, weight, eps):
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
 
 
-def rotate(x, positions, theta):
-    """x: (heads, length, dim); rotary embedding with halves, as Llama's."""
-    half = x.shape[-1] // 2
-    inv_freq = theta ** (-torch.arange(half, dtype=torch.float64) / half)
+def frequencies(dim, theta):
+    """Inverse frequencies (dim / 2,) of the default rotary embedding, and its factor on cosine and sine."""
+    return theta ** (-torch.arange(dim // 2, dtype=torch.float64) / (dim // 2)), 1.0
+
+
+def yarn(dim, theta, factor, length):
+    """Those of yarn: fast dimensions as they are, slow ones `factor` times slower, a ramp between; `length` trained on."""
+    inv_freq, _ = frequencies(dim, theta)
+
+    def dimension(turns):
+        return dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = max(math.floor(dimension(32)), 0), min(math.ceil(dimension(1)), dim - 1)
+    ramp = ((torch.arange(dim // 2, dtype=torch.float64) - low) / max(high - low, 0.001)).clamp(0, 1)
+    return inv_freq / factor * ramp + inv_freq * (1 - ramp), 0.1 * math.log(factor) + 1
+
+
+def rotate(x, positions, inv_freq, scale=1.0):
+    """x: (heads, length, dim); rotary embedding with halves, as Llama's, on the first 2 * len(inv_freq) dimensions."""
+    half = len(inv_freq)
+    turned, rest = x[..., : 2 * half], x[..., 2 * half :]
     angle = (positions.double()[:, None] * inv_freq).to(x.dtype)
-    cos, sin = angle.cos(), angle.sin()
-    a, b = x[..., :half], x[..., half:]
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+    cos, sin = angle.cos() * scale, angle.sin() * scale
+    a, b = turned[..., :half], turned[..., half:]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
 
 
 class NaiveEagle3:
@@ -28,47 +47,86 @@ class NaiveEagle3:
     """
 
     def __init__(self, draft, embedding):
-        self.w = dict(draft.named_parameters())
-        self.c = draft.config
-        self.kept = (draft.d2t + torch.arange(len(draft.d2t))).tolist()
-        self.embedding = embedding
+        self._set(dict(draft.named_parameters()), draft.config, draft.d2t, embedding)
 
-    def layer(self, embeddings, features, positions):
-        """Causal layer over a whole chain; embeddings, features: (length, H)."""
-        w, c = self.w, self.c
-        e = rms_norm(embeddings, w["midlayer.input_layernorm.weight"], c.rms_norm_eps)
-        f = rms_norm(features, w["midlayer.hidden_norm.weight"], c.rms_norm_eps)
-        x = torch.cat([e, f], -1)
+    @classmethod
+    def of_tensors(cls, weights, config, d2t, embedding):
+        """From tensors with SafeAILab's names and an object with a draft config's fields."""
+        self = cls.__new__(cls)
+        self._set(weights, config, d2t, embedding)
+        return self
+
+    def _set(self, weights, config, d2t, embedding):
+        self.w, self.c, self.embedding = weights, config, embedding
+        self.kept = (d2t + torch.arange(len(d2t))).tolist()
+        rope = config.rope_parameters
+        dim = int(config.head_dim * rope.get("partial_rotary_factor", 1.0))
+        if rope["rope_type"] == "yarn":
+            length = rope["original_max_position_embeddings"]
+            self.rotary = yarn(dim, rope["rope_theta"], rope["factor"], length)
+        else:
+            self.rotary = frequencies(dim, rope["rope_theta"])
+
+    def norm(self, x, name):
+        return rms_norm(x, self.w[f"{name}.weight"], self.c.rms_norm_eps)
+
+    def linear(self, x, name):
+        out = x @ self.w[f"{name}.weight"].T
+        return out + self.w[f"{name}.bias"] if f"{name}.bias" in self.w else out
+
+    def attend(self, x, name, positions):
+        """Causal attention over a whole chain; x: (length, whatever the projections read)."""
+        c = self.c
         heads, kv_heads, dim = c.num_attention_heads, c.num_key_value_heads, c.head_dim
         length = len(x)
-        q, k, v = (
-            (x @ w[f"midlayer.self_attn.{n}_proj.weight"].T).view(length, -1, dim).transpose(0, 1) for n in "qkv"
-        )
-        theta = c.rope_parameters["rope_theta"]
-        q, k = rotate(q, positions, theta), rotate(k, positions, theta)
+        q, k, v = (self.linear(x, f"{name}.{n}_proj").view(length, -1, dim).transpose(0, 1) for n in "qkv")
+        if c.qk_norm:
+            q, k = self.norm(q, f"{name}.q_norm"), self.norm(k, f"{name}.k_norm")
+        q, k = (rotate(t, positions, *self.rotary) for t in (q, k))
         k, v = (t.repeat_interleave(heads // kv_heads, 0) for t in (k, v))
         out = []
-        for i in range(length):  # every position attends to those up to itself
-            weights = (q[:, i : i + 1] @ k[:, : i + 1].transpose(1, 2) * dim**-0.5).softmax(-1)
-            out.append((weights @ v[:, : i + 1])[:, 0])
-        attended = torch.stack(out).reshape(length, heads * dim) @ w["midlayer.self_attn.o_proj.weight"].T
-        h = features + attended
-        n = rms_norm(h, w["midlayer.post_attention_layernorm.weight"], c.rms_norm_eps)
-        gate, up = n @ w["midlayer.mlp.gate_proj.weight"].T, n @ w["midlayer.mlp.up_proj.weight"].T
-        return h + (torch.nn.functional.silu(gate) * up) @ w["midlayer.mlp.down_proj.weight"].T
+        for i in range(length):  # every position attends to those up to itself, as far back as the window reaches
+            first = 0 if c.sliding_window is None else max(0, i + 1 - c.sliding_window)
+            weights = (q[:, i : i + 1] @ k[:, first : i + 1].transpose(1, 2) * dim**-0.5).softmax(-1)
+            out.append((weights @ v[:, first : i + 1])[:, 0])
+        return self.linear(torch.stack(out).reshape(length, heads * dim), f"{name}.o_proj")
+
+    def mlp(self, h, name):
+        n = self.norm(h, f"{name}.post_attention_layernorm")
+        gate, up = self.linear(n, f"{name}.mlp.gate_proj"), self.linear(n, f"{name}.mlp.up_proj")
+        return h + self.linear(torch.nn.functional.silu(gate) * up, f"{name}.mlp.down_proj")
+
+    def layer(self, embeddings, features, positions):
+        """All layers over a whole chain; embeddings, features: (length, H)."""
+        f = self.norm(features, "midlayer.hidden_norm")
+        x = torch.cat([self.norm(embeddings, "midlayer.input_layernorm"), f], -1)
+        residual = f if self.c.norm_before_residual else features
+        h = self.mlp(residual + self.attend(x, "midlayer.self_attn", positions), "midlayer")
+        for i in range(1, self.c.num_hidden_layers):
+            n = self.norm(h, f"layers.{i}.input_layernorm")
+            h = self.mlp(h + self.attend(n, f"layers.{i}.self_attn", positions), f"layers.{i}")
+        return h
+
+    def fuse(self, features):
+        if self.c.norm_before_fc:
+            features = self.norm(features, "input_norm")
+        if self.c.fc_norm:
+            parts = features.split(self.c.target_hidden_size, -1)
+            features = torch.cat([self.norm(part, f"fc_norm.{i}") for i, part in enumerate(parts)], -1)
+        return self.linear(features, "fc")
 
     def logits(self, features, tokens, path):
         """Draft logits after the root and after every token of `path`: list of len(path) + 1 tensors (Vd,)."""
-        w = self.w
-        inputs = features @ w["fc.weight"].T
+        inputs = self.fuse(features)
         ids = list(tokens[1:])
         result = []
         for step in range(len(path) + 1):
             positions = torch.arange(len(inputs))
-            out = self.layer(self.embedding[torch.tensor(ids)], inputs, positions)
-            result.append(rms_norm(out[-1], w["norm.weight"], self.c.rms_norm_eps) @ w["lm_head.weight"].T)
+            out = self.layer(self.embedding[torch.tensor(ids)], inputs, positions)[-1:]
+            normed = self.norm(out, "norm")
+            result.append((normed @ self.w["lm_head.weight"].T)[0])
             if step < len(path):
-                inputs = torch.cat([inputs, out[-1:]])
+                inputs = torch.cat([inputs, normed if self.c.norm_output else out])
                 ids.append(path[step])
         return result
 
