@@ -170,13 +170,18 @@ class AutoDraft:
         tensors = read_tensors(source, **hub)
         dialect = find_dialect(source, config, tensors)
         found = None if target is None else fingerprint(target)
-        made, state = dialect.read(
-            source,
-            config,
-            tensors,
-            feature_layers=None if feature_layers is None else list(feature_layers),
-            target_layers=None if found is None else found["num_hidden_layers"],
-        )
+        try:
+            made, state = dialect.read(
+                source,
+                config,
+                tensors,
+                feature_layers=None if feature_layers is None else list(feature_layers),
+                target_layers=None if found is None else found["num_hidden_layers"],
+            )
+        except (TypeError, AttributeError, KeyError) as error:  # a text where a number belongs, and the like
+            raise DraftCheckpointError(
+                f"`config.json` of `{source}` lacks a field or has one of the wrong kind: {error!r}"
+            ) from error
         if config["_said"] and made.draft_type != "eagle3":
             raise ValueError(f"`{source}` is a draft of type {made.draft_type}; leave out {sorted(config['_said'])}.")
         made.target = found

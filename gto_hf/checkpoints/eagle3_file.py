@@ -190,28 +190,23 @@ class Eagle3File:
             self.note(f"feature layers {asked}: the caller's")
             return list(asked)
         if stated is not None:
+            if not isinstance(stated, list) or not all(type(i) is int and i >= 0 for i in stated):
+                raise DraftCheckpointError(
+                    f"`config.json` of `{self.source}` names the layers to read as {stated!r}; a list of numbers is needed. "
+                    "Pass `feature_layers=`."
+                )
             layers = [i + shift for i in stated]
             meaning = "layers whose output is meant" if shift else "`hidden_states` indices"
             # Ids that start as the rule of the other numbering does may be a copy from there.
-            self.note(
-                f"layer ids {list(stated)} are {meaning}: feature layers {layers}"
-                + (
-                    " (pass `feature_layers=` if they are `hidden_states` indices already)"
-                    if self._copied(stated, shift)
-                    else ""
-                ),
-                doubtful=self._copied(stated, shift),
-            )
+            copied = shift > 0 and len(stated) == 3 and stated[0] == 2
+            hint = " (pass `feature_layers=` if they are `hidden_states` indices already)" if copied else ""
+            self.note(f"layer ids {stated} are {meaning}: feature layers {layers}{hint}", doubtful=copied)
             return layers
         if rule and target_layers is not None:
             layers = default_feature_layers(target_layers)
             self.note(f"no layer ids are stated: EAGLE-3's rule (2, n // 2, n - 3) gives {layers}")
             return layers
         return None
-
-    @staticmethod
-    def _copied(stated: list[int], shift: int) -> bool:
-        return bool(shift) and len(stated) == 3 and stated[0] == 2
 
     def rope(self) -> dict[str, Any]:
         """The rotary parameters that the config states."""
@@ -317,6 +312,10 @@ class Eagle3File:
         width, fused = self.shape("fc.weight")
         self.agrees("hidden_size", width, "`fc.weight`")
         target_width = flags.get("target_hidden_size") or self.config.get("target_hidden_size") or width
+        if type(target_width) is not int or target_width < 1:
+            raise DraftCheckpointError(
+                f"`config.json` of `{self.source}` says `target_hidden_size={target_width!r}`; a positive number is needed."
+            )
         if "fc_norm.0.weight" in self.tensors and self.shape("fc_norm.0.weight", 1)[0] != target_width:
             raise DraftCheckpointError(
                 f"`fc_norm.0.weight` of `{self.source}` is for features of width {self.shape('fc_norm.0.weight', 1)[0]}, but "

@@ -9,13 +9,16 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from gto_hf import AutoDraft, DraftConfig, Eagle3Draft
+from gto_hf.drafts import DraftPrefix, NodeSteps
 from gto_hf.gto import SequencePrefix
 from gto_hf.lora import draft_peft_config
+from gto_hf.quickstart import shipped_draft
 from tests.drafts.test_eagle3 import sequences
 from tests.gto.test_step import test_the_training_tree_is_the_decoding_tree as same_trees
 from tests.reference.naive_eagle3 import NaiveEagle3, PathModel
 from tests.reference.naive_tree import naive_tree
-from tests.tiny import TREE, memorised_rows, tiny_draft, tiny_target, train_tiny
+from tests.tiny import TREE, memorised_rows, tiny_draft, tiny_target, train_tiny, written_rows
+from tests.trainer.test_gto_trainer import make
 
 
 PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}}
@@ -136,6 +139,29 @@ def test_padding_and_ragged_rows_change_nothing(llama, name):
                 torch.testing.assert_close(a[0], b[i], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["window", "two layers", "all"])
+def test_columns_that_move_keep_their_positions(llama, name):
+    """Rows of a batch grow unequally; closing the gaps must not change what nodes below them see."""
+    draft = variant(llama, CASES[name])
+    prefix = DraftPrefix(draft)
+    valid = torch.tensor([[1, 1, 1, 0, 0, 0, 1, 0, 0, 1, 0, 0], [1, 0, 0, 0, 1, 1, 0, 0, 1, 0, 0, 1]]).bool()
+    positions = valid.long().cumsum(1) - 1
+    features = torch.randn(2, 12, draft.config.target_hidden_size * len(draft.config.feature_layers))
+    tokens, features_below = torch.randint(3, 48, (2, 2)), torch.randn(2, 2, 32)
+
+    def below():
+        last = positions.amax(1)
+        steps = NodeSteps(prefix, last, prefix.valid)
+        return steps.forward(tokens, features_below, torch.eye(2, dtype=torch.bool).expand(2, 2, 2), 1)
+
+    with torch.no_grad():
+        prefix.extend(features, torch.randint(3, 48, (2, 12)), positions, valid)
+        before = below()
+        prefix.drop_holes()
+        assert prefix.valid.shape[1] == 5
+        torch.testing.assert_close(below(), before, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["3.1", "all"])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_decoding_is_lossless(llama, name, rows):
@@ -239,6 +265,32 @@ def test_a_stack_starts_as_the_targets_last_layers(llama):
         Eagle3Draft.from_target(norms, qk_norm=True).midlayer.self_attn.q_norm.weight,
         norms.model.layers[-1].self_attn.q_norm.weight,
     )
+
+
+def test_phase_2_trains_an_adapter_on_it_that_loads_again(llama, tmp_path):
+    draft = variant(llama, ALL)
+    draft.save_pretrained(tmp_path / "base")
+    base = AutoDraft.from_pretrained(tmp_path / "base")
+    rows = written_rows(llama, 4, 20)
+    trainer = make(base, llama, rows, tmp_path / "run", peft_config=LoraConfig(r=4), max_steps=2, learning_rate=1e-2)
+    trainer.train()
+    assert any("gto_loss" in entry or "tree" in " ".join(entry) for entry in trainer.state.log_history)
+    trainer.save_model()
+    again = AutoDraft.from_pretrained(tmp_path / "run", target=llama)
+    batch = sequences(llama, again, torch.randint(3, 48, (1, 10)))
+    trained = trainer.model.get_base_model().eval()
+    with torch.no_grad():
+        a, b, c = (
+            SequencePrefix(d.attach(llama), batch).unrolled_logits(torch.tensor([[6]]), 2)[1]
+            for d in (trained, again, draft)
+        )
+    torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+    assert (b - c).abs().max() > 1e-3  # it did learn something
+
+
+def test_the_shipped_draft_is_of_the_first_format():
+    config = AutoDraft.from_pretrained(shipped_draft()).config
+    assert config.format_version == 1 and not config.norm_output and config.source is None
 
 
 def test_lora_adapts_every_projection_and_no_norm(llama):
