@@ -7,7 +7,7 @@ Nothing of the package is used; only tensors under the names of the released che
 import torch
 import torch.nn.functional as F
 
-from .naive_eagle3 import rms_norm, rotate
+from .naive_eagle3 import frequencies, rms_norm, rotate
 
 
 class NaiveEagle:
@@ -44,7 +44,7 @@ class NaiveEagle:
         out = F.linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"))
         dim = w["layers.0.self_attn.q_proj.weight"].shape[0] // self.heads
         out = out.view(len(x), -1, dim).transpose(0, 1)
-        return out if positions is None else rotate(out, positions, self.theta)
+        return out if positions is None else rotate(out, positions, *frequencies(out.shape[-1], self.theta))
 
     def keys_values(self, x, positions):
         """Keys and values (heads, n, d) of inputs (n, H), as many as there are query heads."""
