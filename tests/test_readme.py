@@ -102,11 +102,8 @@ def test_python_blocks_run_in_the_order_of_the_page(place, monkeypatch, capsys):
     space = {}
     for block in BLOCKS:
         if block["kind"] == "python":
-            code = filled(block["code"])
-            before = {k: v for k, v in space.items() if k == "inputs"}
+            code = filled(block["code"]).replace("max_new_tokens=100", "max_new_tokens=12")
             exec(compile(code, "README.md", "exec"), space)
-            if "inputs" in before:
-                space["inputs"] = before["inputs"]
     out = capsys.readouterr().out
     assert "known tokens" in out and "Misalignment(" in out  # the section that draws
     assert gto_hf.AutoDraft.from_pretrained(place / "my-draft").config.trained_length == 24
