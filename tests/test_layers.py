@@ -9,6 +9,7 @@ import gto_hf
 
 ROOT = Path(gto_hf.__file__).parent
 LEVELS = {
+    "console": 0,
     "tree": 0,
     "metrics": 0,
     "target": 1,

@@ -19,6 +19,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from gto_hf.checkpoints import AutoDraft
+from gto_hf.console import EXIT_CODES, Help
 from gto_hf.data import load_jsonl
 from gto_hf.drafts import DraftModel, Eagle3Draft, count_tokens
 from gto_hf.evaluation.script import machine, positive, writable
@@ -38,7 +39,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="gto-hf bench train",
         description="What a training step costs: Phase I, Phase II and its variants, and the naive loop over trees.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        epilog=EXIT_CODES,
+        formatter_class=Help,
     )
     parser.add_argument("--target", required=True, help="Hub id or folder of the target")
     parser.add_argument("--draft", default=None, help="Hub id or folder of the draft; default: a fresh EAGLE-3 draft")

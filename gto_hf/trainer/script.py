@@ -13,13 +13,16 @@ checks and counts without weights.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import yaml
 from datasets import Dataset, load_dataset
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config
 
 from gto_hf.checkpoints import AutoDraft
+from gto_hf.console import EXIT_CODES, Help
 from gto_hf.data import dataset_token_counts
 from gto_hf.drafts import DRAFTS, DraftModel, FeatureDraft
 from gto_hf.target import text_config
@@ -55,11 +58,21 @@ class DraftArguments:
     )
 
 
+def make_parser() -> TrlParser:
+    """The options of `gto-hf train`."""
+    return TrlParser(
+        (ScriptArguments, GTOConfig, ModelConfig, DraftArguments, PlanArguments),
+        prog="gto-hf train",
+        description="Train a draft with GTOTrainer. Options may come from a YAML file (--config); those given here win.",
+        epilog=EXIT_CODES,
+        formatter_class=Help,
+    )
+
+
 def main(argv: list[str] | None = None) -> None:
     """Parse, train, save; pushes to the Hub with `--push_to_hub`."""
-    kinds = (ScriptArguments, GTOConfig, ModelConfig, DraftArguments, PlanArguments)
-    parser = TrlParser(kinds, prog="gto-hf train")
-    script_args, args, model_args, draft_args, plan_args = parser.parse_args_and_config(argv)
+    parser = make_parser()
+    script_args, args, model_args, draft_args, plan_args = _parse(parser, argv)
     name = script_args.dataset_name
     if name is None:
         parser.error("--dataset_name is needed: a Hub id, a folder, or a JSON Lines file")
@@ -74,6 +87,15 @@ def main(argv: list[str] | None = None) -> None:
     if model_args.model_name_or_path is None and args.target_model_name_or_path is None:
         parser.error("--target_model_name_or_path is needed when no draft is named with --model_name_or_path")
     splits = _load_splits(script_args)
+    wanted = [script_args.dataset_train_split]
+    if args.eval_strategy != "no":
+        wanted.append(script_args.dataset_test_split)
+    for split in wanted:
+        if split not in splits:
+            raise ValueError(
+                f"`{name}` has no split `{split}`, but {', '.join(splits)}. Name others with `--dataset_train_split` and "
+                "`--dataset_test_split`; evaluation needs the second one (`--eval_strategy no` does without)."
+            )
     train_dataset = splits[script_args.dataset_train_split]
     draft = None
     if model_args.model_name_or_path is not None:
@@ -87,7 +109,7 @@ def main(argv: list[str] | None = None) -> None:
         target_model=target,
         args=args,
         train_dataset=train_dataset,
-        eval_dataset=splits.get(script_args.dataset_test_split) if args.eval_strategy != "no" else None,
+        eval_dataset=splits[script_args.dataset_test_split] if args.eval_strategy != "no" else None,
         processing_class=tokenizer,
         peft_config=get_peft_config(model_args),
     )
@@ -95,6 +117,19 @@ def main(argv: list[str] | None = None) -> None:
     trainer.save_model(args.output_dir)
     if args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
+
+
+def _parse(parser: TrlParser, argv: list[str] | None) -> tuple:
+    """Parsed options; what is wrong with the file after `--config` is wrong usage."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[-1:] == ["--config"]:
+        parser.error("--config needs a YAML file")
+    try:
+        return parser.parse_args_and_config(argv)
+    except FileNotFoundError as error:
+        parser.error(f"--config: there is no file {error.filename}")
+    except yaml.YAMLError as error:
+        parser.error(f"--config: this is not YAML: {' '.join(str(error).split())}")
 
 
 def _load_splits(script_args: ScriptArguments) -> dict[str, Dataset]:

@@ -368,3 +368,16 @@ def test_what_a_fresh_draft_copies_is_an_option(llama):
         assert torch.equal(draft.midlayer.mlp.up_proj.weight, layer) == (init == "target")
     with pytest.raises(ValueError, match="init='last'"):
         Eagle3Draft.from_target(llama, init="last")
+
+
+def test_a_head_wider_than_its_share_of_the_width(tmp_path):
+    config = tiny_target().config
+    config.head_dim = 16  # 4 heads of 16 in a width of 32
+    target = type(tiny_target())(config).eval()
+    draft = tiny_draft(target)
+    assert draft.config.head_dim == 16 and draft.midlayer.self_attn.q_proj.weight.shape == (64, 64)
+    draft.save_pretrained(tmp_path)
+    loaded = AutoDraft.from_pretrained(tmp_path, target=target)
+    ids = torch.randint(3, 64, (1, 8))
+    kwargs = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False}
+    assert torch.equal(target.generate(ids, **kwargs), target.generate(ids, assistant_model=loaded, **kwargs))

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`gto-hf` from outside: help, version, exit codes, YAML files, `accelerate launch`, messages for what is wrong."""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+import yaml
+
+import gto_hf
+from gto_hf import console
+from gto_hf.cli import main
+from tests.tiny import tiny_draft, tiny_target, tiny_tokenizer, written_rows
+
+
+def listed(out):
+    """Commands that a help text lists."""
+    return re.search(r"positional arguments:\s+\{([\w,]+)\}", out)[1].split(",")
+
+
+def printed(argv, capsys):
+    """Exit code and output of a call that argparse ends."""
+    with pytest.raises(SystemExit) as stop:
+        main(argv)
+    found = capsys.readouterr()
+    return stop.value.code or 0, found.out, found.err
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cli")
+    target = tiny_target()
+    target.save_pretrained(folder / "target")
+    tiny_tokenizer().save_pretrained(folder / "target")
+    tiny_draft(target).save_pretrained(folder / "draft")
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, written_rows(target, 4, 24))))
+    run = {
+        "model_name_or_path": str(folder / "draft"), "target_model_name_or_path": str(folder / "target"),
+        "dataset_name": str(folder / "rows.jsonl"), "max_steps": 1, "gto_weight": 0.0, "bf16": False,
+        "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "report": False,
+    }  # fmt: skip
+    (folder / "run.yaml").write_text(yaml.safe_dump(run))
+    return folder
+
+
+def test_every_command_has_one_style_of_help(capsys):
+    code, out, _ = printed(["--help"], capsys)
+    assert code == 0 and "--version" in out and "--completion" in out
+    calls = [[name] for name in listed(out)]
+    for call in calls:
+        code, out, _ = printed([*call, "--help"], capsys)
+        text = " ".join(out.split())
+        assert code == 0 and out.startswith(f"usage: gto-hf {' '.join(call)}"), call
+        assert " ".join(console.EXIT_CODES.split()) in text, call
+        assert "(default: None)" not in text and "(default: False)" not in text, call
+        described = out.split("\n\n")[1]
+        assert described[0].isupper() and described.rstrip().endswith((".", ")")), (call, described)
+        if call == ["bench"]:
+            calls += [["bench", name] for name in listed(out)]
+
+
+def test_every_option_is_explained(monkeypatch):
+    """argparse itself is asked, so that an option without a text is found in any command."""
+    seen = []
+    add = argparse._ActionsContainer.add_argument
+
+    def spy(self, *names, **kwargs):
+        if names and names[0].startswith("--") and kwargs.get("help") != argparse.SUPPRESS:
+            seen.append((names[0], kwargs.get("help")))
+        return add(self, *names, **kwargs)
+
+    monkeypatch.setattr(argparse._ActionsContainer, "add_argument", spy)
+    for argv in (["version"], ["bench", "train", "--target", "x", "--lengths", "0"]):
+        try:
+            main(argv)
+        except SystemExit:
+            pass
+    assert len(seen) > 40 and not [name for name, text in seen if not text]
+
+
+def test_version_is_an_option_and_a_command(capsys):
+    code, out, _ = printed(["--version"], capsys)
+    assert (code, out) == (0, f"gto-hf {gto_hf.__version__}\n")
+    assert main(["version"]) == 0
+    assert "transformers" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [[], ["nonsense"], ["eval"], ["draw", "--seed", "x"], ["train"], ["train", "--output_dir", "x", "--config"]],
+)
+def test_wrong_usage_is_2_and_shows_the_usage(argv, capsys):
+    code, out, err = printed(argv, capsys)
+    assert code == 2 and err.startswith("usage: gto-hf") and not out
+
+
+@pytest.mark.parametrize(
+    "error, code, shown",
+    [
+        (ValueError("`x` must be 1."), 1, "gto-hf: error: `x` must be 1.\n"),
+        (FileNotFoundError(2, "No such file", "a.json"), 1, "gto-hf: error: [Errno 2] No such file: 'a.json'\n"),
+        (FloatingPointError("NaN"), 1, "gto-hf: error: NaN\n"),
+        (KeyboardInterrupt(), 130, "gto-hf: interrupted\n"),
+        (None, 0, ""),
+    ],
+)
+def test_exit_codes(error, code, shown, capsys):
+    def action():
+        if error is not None:
+            raise error
+
+    assert console.report(action) == code
+    assert capsys.readouterr().err == shown
+
+
+def test_a_bug_keeps_its_traceback():
+    def bug():
+        raise KeyError("who")
+
+    with pytest.raises(KeyError):
+        console.report(bug)
+
+
+def test_wrong_paths_and_values_are_named_before_any_work(folder, capsys):
+    models = ["--target", str(folder / "target"), "--draft", str(folder / "draft")]
+    for argv, words in (
+        (["check", "--target", "./nowhere", "--draft", str(folder / "draft")], ("./nowhere",)),
+        (["check", "--target", str(folder / "target"), "--draft", "./nowhere"], ("`./nowhere`", "neither a folder")),
+        (["check", "--target", str(folder / "target"), "--draft", str(folder / "target")], ("draft",)),
+        (["eval", *models, "--sets", "nothing.jsonl"], ("nothing.jsonl",)),
+        (["eval", *models, "--require-identical"], ("--dtype float32",)),
+        (["draw", *models, "--file", "tree.txt"], ("tree.txt", ".svg")),
+        (["draw", *models, "--file", "no/such/folder/tree.svg"], ("no/such/folder",)),
+    ):
+        assert main(argv) == 1, argv
+        last = capsys.readouterr().err.strip().splitlines()[-1]
+        assert last.startswith("gto-hf: error: ") and all(word in last for word in words), last
+
+
+def test_a_yaml_file_holds_the_options_and_the_command_line_wins(folder, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(["train", "--config", str(folder / "run.yaml"), "--output_dir", str(out), "--learning_rate", "0"]) == 0
+    tuned, before = (gto_hf.AutoDraft.from_pretrained(path) for path in (out, folder / "draft"))
+    assert torch.equal(tuned.fc.weight, before.fc.weight)  # the rate 0 of the command line, steps of the file
+    assert torch.load(out / "training_args.bin", weights_only=False).max_steps == 1
+    capsys.readouterr()
+
+
+def test_what_is_wrong_with_a_yaml_file_is_said(folder, tmp_path, capsys):
+    (tmp_path / "broken.yaml").write_text("max_steps: [1\n")
+    (tmp_path / "unknown.yaml").write_text(f"dataset_name: {folder}/rows.jsonl\nmax_step: 1\n")
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    for name, code, word in (
+        ("nowhere.yaml", 2, "nowhere.yaml"),
+        ("broken.yaml", 2, "not YAML"),
+        ("unknown.yaml", 1, "max_step"),
+        ("list.yaml", 1, "mapping"),
+    ):
+        try:
+            found = main(["train", "--output_dir", str(tmp_path / "x"), "--config", str(tmp_path / name)])
+        except SystemExit as stop:
+            found = stop.code
+        assert found == code and word in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_a_split_that_is_missing_is_named_with_those_that_exist(folder, tmp_path, capsys):
+    common = ["train", "--config", str(folder / "run.yaml"), "--output_dir", str(tmp_path)]
+    assert main([*common, "--eval_strategy", "steps"]) == 1
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "no split `test`, but train" in last and "--dataset_test_split" in last
+
+
+@pytest.mark.slow
+def test_accelerate_launches_the_command(folder, tmp_path):
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--cpu", "--num_processes", "1"]
+    command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "-m", "gto_hf"]
+    train = ["train", "--config", str(folder / "run.yaml"), "--output_dir", str(tmp_path)]
+    done = subprocess.run(
+        [*command, *train], capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert gto_hf.AutoDraft.from_pretrained(tmp_path).config.draft_type == "eagle3"
+
+
+def test_completion_knows_every_command_and_says_what_to_install(monkeypatch, capsys):
+    made = {}
+
+    def complete(parser, shell):
+        commands = next(action.choices for action in parser._actions if action.dest == "command")
+        made[shell] = {name: set(sub._option_string_actions) for name, sub in commands.items()}
+        return "# a script\n"
+
+    monkeypatch.setitem(sys.modules, "shtab", types.SimpleNamespace(complete=complete))
+    assert printed(["--completion", "bash"], capsys)[:2] == (0, "# a script\n")
+    assert "--gto_weight" in made["bash"]["train"] and "version" in made["bash"]
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    code, _, err = printed(["--completion", "zsh"], capsys)
+    assert code == 2 and "pip install gto-hf[completion]" in err

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""
+Every block of the README runs: Python in the order of the page and `gto-hf` commands, on tiny models in the place of those it names.
+
+Blocks marked `<!-- ci: .. -->` are run as they stand by `.ci/run`.
+"""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import gto_hf
+from gto_hf.cli import main
+from tests.tiny import tiny_draft, tiny_target, tiny_tokenizer, written_rows
+
+
+ROOT = Path(__file__).parent.parent
+TEXT = (ROOT / "README.md").read_text()
+BLOCK = re.compile(r"(<!-- ci: (?P<ci>[\w-]+) -->\n)?```(?P<kind>\w*)\n(?P<code>.*?)```", re.DOTALL)
+BLOCKS = [match.groupdict() for match in BLOCK.finditer(TEXT)]
+# What a reader would put in: names of the page to folders of the fixture.
+STANDS_FOR = {
+    "meta-llama/Llama-3.1-8B-Instruct": "llm",
+    "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B": "draft",
+    "Qwen/Qwen3-0.6B": "small",
+    "path/to/llm": "llm",
+    "path/to/draft": "draft",
+}
+# Less work than the defaults; the options of the page are kept.
+LESS = {
+    "eval": ["--questions", "1", "--max-new-tokens", "8", "--dtype", "float32"],
+    "train": ["--max_steps", "1", "--bf16", "False", "--report_to", "none", "--num_groups", "1", "--group_size", "4"],
+    "regenerate": ["--max-new-tokens", "8", "--dtype", "float32"],
+}
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A working folder with what the page names in it."""
+    target = tiny_target()
+    target.save_pretrained(tmp_path / "llm")
+    tiny_tokenizer().save_pretrained(tmp_path / "llm")
+    tiny_draft(target).save_pretrained(tmp_path / "draft")
+    tiny_draft(target).save_pretrained(tmp_path / "my-draft")
+    torch.manual_seed(3)
+    LlamaForCausalLM(LlamaConfig(**{**target.config.to_dict(), "num_hidden_layers": 2})).save_pretrained(
+        tmp_path / "small"
+    )
+    rows = [json.dumps(row) for row in written_rows(target, 4, 24)]
+    for name in ("chats.jsonl", "answers.jsonl"):
+        (tmp_path / name).write_text("\n".join(rows))
+    prompts = [json.dumps({"prompt": text}) for text in ("ABCDEF", "GHIJ")]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(prompts))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def filled(code):
+    for name, stand_in in STANDS_FOR.items():
+        code = code.replace(name, stand_in)
+    return code
+
+
+def commands(code):
+    return [shlex.split(line) for line in code.replace("\\\n", " ").splitlines() if line.strip()]
+
+
+def test_every_block_is_run_somewhere():
+    ci = (ROOT / ".ci" / "run").read_text()
+    marked = {block["ci"] for block in BLOCKS if block["ci"]}
+    assert marked == set(re.search(r"for step in (.+); do", ci)[1].split())
+    for block in BLOCKS:
+        run = block["ci"] or block["kind"] == "python"
+        run = run or (block["kind"] == "" and "──►" in block["code"])  # the picture
+        if block["kind"] == "bash" and not run:
+            run = all(
+                c[0] == "gto-hf" or c[:2] == ["python", "examples/quickstart.py"] for c in commands(block["code"])
+            )
+        assert run, block["code"]
+
+
+def test_python_blocks_run_in_the_order_of_the_page(place, monkeypatch, capsys):
+    made = gto_hf.GTOConfig
+
+    def small(*args, **kwargs):
+        """The page's options, and one short step."""
+        less = {
+            "max_steps": 1,
+            "num_groups": 1,
+            "group_size": 4,
+            "report_to": "none",
+            "per_device_train_batch_size": 2,
+        }
+        return made(*args, **{**less, **kwargs})
+
+    monkeypatch.setattr(gto_hf.trainer, "GTOConfig", small)
+    space = {}
+    for block in BLOCKS:
+        if block["kind"] == "python":
+            code = filled(block["code"]).replace("max_new_tokens=100", "max_new_tokens=12")
+            exec(compile(code, "README.md", "exec"), space)
+    out = capsys.readouterr().out
+    assert "known tokens" in out and "Misalignment(" in out  # the section that draws
+    assert gto_hf.AutoDraft.from_pretrained(place / "my-draft").config.trained_length == 24
+    assert isinstance(space["draft"], gto_hf.CausalLMDraft)  # the last section's
+
+
+def test_commands_run_on_the_models_that_they_name(place, capsys):
+    ran = []
+    for block in BLOCKS:
+        if block["kind"] != "bash" or block["ci"]:
+            continue
+        for command in commands(filled(block["code"])):
+            if command[0] != "gto-hf" or "--server" in command:  # tests/data/test_server.py has a server
+                continue
+            name = command[1]
+            for file in place.glob("answers.jsonl*"):
+                if name == "regenerate":
+                    file.unlink()
+            assert main([*command[1:], *LESS.get(name, [])]) == 0, (command, capsys.readouterr().err)
+            ran.append(name)
+    assert {"train", "eval", "regenerate"} <= set(ran)
+
+
+def test_links_lead_somewhere():
+    by_others = {"docs/serving.md", "docs/dialects.md"}  # pages that come with the code they describe
+    for address in re.findall(r"\]\(([^)#]+)(?:#[\w-]+)?\)", TEXT):
+        assert address.startswith("http") or address in by_others or (ROOT / address).exists(), address
+    headings = {
+        re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in re.findall(r"^#+ (.+)$", TEXT, re.MULTILINE)
+    }
+    for anchor in re.findall(r"\]\(#([\w-]+)\)", TEXT):
+        assert anchor in headings, anchor
