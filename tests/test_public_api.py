@@ -41,7 +41,8 @@ def described(thing):
     if is_dataclass(thing):
         base = {f.name for parent in thing.__mro__[1:] if is_dataclass(parent) for f in fields(parent)}
         own = [f for f in fields(thing) if f.name in thing.__annotations__ or f.name not in base]
-        made = ", ".join(f"{f.name}: {f.type}" for f in own)
+        # As written: parsers replace the type of a field by what its name stands for.
+        made = ", ".join(f"{f.name}: {thing.__annotations__.get(f.name, f.type)}" for f in own)
     else:
         made = str(inspect.signature(thing.__init__)) if "__init__" in vars(thing) else "inherited"
     return {"made from": made, **dict(sorted(members.items()))}
