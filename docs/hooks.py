@@ -28,7 +28,7 @@ class GroupHeadings(griffe.Extension):
 def exported(folder: Path) -> list[str]:
     """`__all__` of a package, read without importing it."""
     for node in ast.parse((folder / "__init__.py").read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and node.targets[0].id == "__all__":
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", None) == "__all__":
             return ast.literal_eval(node.value)
     return []
 

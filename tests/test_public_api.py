@@ -26,11 +26,12 @@ GOLDEN = ROOT / "tests" / "golden" / "public_api.json"
 
 
 def described(thing):
-    """Signature of a function; of a class, its fields or constructor, and its own public methods and properties."""
+    """Signature of a function; of a class, its fields or constructor, and the public methods and properties that are ours."""
     if not inspect.isclass(thing):
         return str(inspect.signature(thing))
     members = {}
-    for name, member in vars(thing).items():
+    ours = [parent for parent in reversed(thing.__mro__) if parent.__module__.startswith("gto_hf")]
+    for name, member in [item for parent in ours for item in vars(parent).items()]:
         if name.startswith("_"):
             continue
         member = getattr(member, "__func__", member)
