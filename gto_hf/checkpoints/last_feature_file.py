@@ -94,7 +94,7 @@ def draft_of(
         bos_token_id=config.get("bos_token_id"),
         eos_token_id=config.get("eos_token_id"),
         pad_token_id=config.get("pad_token_id"),
-        trained_length=config.get("max_position_embeddings"),
+        trained_length=config.get("trained_length", config.get("max_position_embeddings")),
         source={"dialect": what, "decisions": [*decisions, *decided]},
         **fields,
     )

@@ -43,4 +43,5 @@ def read(
         layers=file.feature_layers(inner.get("eagle_aux_hidden_state_layer_ids"), 1, feature_layers, target_layers),
         rope=file.rope(),
         norm_output=bool(config.get("norm_output", False)),
+        trained_length=config.get("trained_length"),
     )

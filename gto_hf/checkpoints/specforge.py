@@ -49,5 +49,5 @@ def read(
     return file.finish(
         layers=file.feature_layers(inner.get("eagle_aux_hidden_state_layer_ids"), 1, feature_layers, target_layers),
         rope=file.rope(),
-        trained_length=config.get("max_position_embeddings"),
+        trained_length=config.get("trained_length", config.get("max_position_embeddings")),
     )

@@ -52,5 +52,6 @@ def read(
         norm_before_residual=bool(residual),
         norm_output=bool(config.get("norm_output", False)),
         sliding_window=file.window(),
+        trained_length=config.get("trained_length"),
         flags=config,
     )

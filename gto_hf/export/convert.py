@@ -9,14 +9,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig
 
-from gto_hf.checkpoints import AutoDraft
 from gto_hf.drafts import DraftModel
-from gto_hf.target import config_fingerprint, default_feature_layers
 
 from .dialects import FLAGS
 from .folder import check_free, whole_folder
+from .pair import named_source, read_draft, target_facts
 
 
 def convert(
@@ -48,11 +46,11 @@ def convert(
         DraftCheckpointError: If the source is no complete draft. ValueError: If the folder is taken.
     """
     folder = Path(folder)
-    check_free(folder, overwrite=overwrite, source=str(source))
+    check_free(folder, overwrite=overwrite, sources=(source, named_source(target)))
     facts = None
     if isinstance(target, str):
-        facts, target = _facts(target), None
-    draft = _read(source, target, facts, feature_layers, dtype, kwargs)
+        facts, target = target_facts(target), None
+    draft = read_draft(source, target, facts, feature_layers, dtype=dtype, **kwargs)
     config = draft.config
     if facts is not None:
         _check(config, facts)
@@ -60,32 +58,6 @@ def convert(
     with whole_folder(folder) as inside:
         draft.save_pretrained(inside)
     return draft, _decisions(draft, str(source))
-
-
-def _read(
-    source: str | PathLike,
-    target: nn.Module | None,
-    facts: dict[str, Any] | None,
-    feature_layers: list[int] | None,
-    dtype: torch.dtype | None,
-    kwargs: dict[str, Any],
-) -> DraftModel:
-    """The draft; EAGLE-3's rule is tried where the source does not say which layers it reads and the target is named."""
-    options = {"target": target, "dtype": dtype, **kwargs}
-    if feature_layers is not None or facts is None:
-        return AutoDraft.from_pretrained(source, feature_layers=feature_layers, **options)
-    try:
-        return AutoDraft.from_pretrained(source, **options)
-    except ValueError as error:
-        if "feature_layers" not in str(error):
-            raise
-        layers = default_feature_layers(facts["num_hidden_layers"])
-        return AutoDraft.from_pretrained(source, feature_layers=layers, **options)
-
-
-def _facts(name: str) -> dict[str, Any]:
-    """The target's fingerprint from its config alone."""
-    return config_fingerprint(AutoConfig.from_pretrained(name))
 
 
 def _check(config: Any, facts: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ The repository holds the draft in gto-hf's own format and a `generate` that deco
 
 from __future__ import annotations
 
+import shlex
 from importlib.metadata import version
 from importlib.resources import files
 from os import PathLike
@@ -46,7 +47,7 @@ def export_custom_generate(
         )
     name = target_name or (draft.config.target or {}).get("name_or_path")
     name = name if is_hub_id(name) else None
-    check_free(folder, overwrite=overwrite, source=draft.config.name_or_path)
+    check_free(folder, overwrite=overwrite, sources=(draft.config.name_or_path,))
     templates = files("gto_hf") / "assets" / "custom_generate"
     values = {"@REPO@": repo, "@TARGET@": name or "path/to/target", "@VERSION@": version("gto-hf")}
     base = f"\nbase_model: {name}" if name else ""
@@ -60,7 +61,7 @@ def export_custom_generate(
             (inside / path).parent.mkdir(exist_ok=True)
             (inside / path).write_text(text, encoding="utf-8")
     commands = {
-        "upload": f"hf upload {repo} {folder}",
+        "upload": f"hf upload {repo} {shlex.quote(str(folder))}",
         "transformers (tree)": f'model.generate(**inputs, custom_generate="{repo}", trust_remote_code=True)',
     }
     return Exported(folder, CUSTOM_GENERATE, commands)

@@ -6,26 +6,30 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
-def check_free(folder: Path, *, overwrite: bool, source: str | None = None) -> None:
+def check_free(folder: Path, *, overwrite: bool, sources: Iterable[Any] = ()) -> None:
     """
     Refuse a folder that holds something, before any work.
 
     Args:
         folder (`Path`): Where to write. overwrite (`bool`): Whether its content may be replaced.
-        source (`str`, *optional*): Folder that is read from; it is never replaced.
+        sources (`Iterable`): Names of what is read: draft and target. A folder among them is never replaced, nor is one that
+            holds it.
 
     Raises:
         ValueError: Says what is there.
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"`{folder}` is a file; name a folder.")
-    if source and os.path.isdir(source) and Path(source).resolve() == folder.resolve():
-        raise ValueError(f"`{folder}` is the draft itself; write to another folder.")
+    place = folder.resolve()
+    for source in sources:
+        if source and os.path.isdir(source) and Path(source).resolve().is_relative_to(place):
+            raise ValueError(f"`{folder}` is or holds `{source}`, which is read from; write to another folder.")
     if folder.is_dir() and any(folder.iterdir()) and not overwrite:
         raise ValueError(f"`{folder}` is not empty. Choose another folder, or pass `overwrite=True` (`--overwrite`).")
 
@@ -34,8 +38,10 @@ def check_free(folder: Path, *, overwrite: bool, source: str | None = None) -> N
 def whole_folder(folder: Path) -> Iterator[Path]:
     """
     A temporary folder beside `folder` that takes its place when the block ends well; otherwise nothing has changed.
+
+    Of a link, what it points to is replaced.
     """
-    folder = Path(os.path.abspath(folder))
+    folder = Path(os.path.realpath(folder))
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
@@ -46,7 +52,11 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         old = None
         if folder.exists():
             old = Path(tempfile.mkdtemp(prefix=f".{folder.name}-old-", dir=folder.parent))
-            os.replace(folder, old)  # onto an empty folder
+            try:
+                os.replace(folder, old)  # onto an empty folder
+            except OSError:  # a mount point, for example, cannot be moved
+                old.rmdir()
+                raise
         os.replace(temporary, folder)
         if old is not None:
             shutil.rmtree(old)

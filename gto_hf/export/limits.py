@@ -21,9 +21,9 @@ def check_exportable(config: DraftConfig, engine: str, *, depth: int | None = No
         depth (`int`, *optional*): Layers of the target; defaults to what the config says.
     """
     dialect = find_dialect(engine, config.draft_type)
-    problems = [*_layers(config, dialect), *_flags(config, dialect), *_shapes(config, dialect)]
+    problems = [*_layers(config, dialect), *_vocabulary(config, dialect), *_flags(config, dialect)]
     depth = depth or (config.target or {}).get("num_hidden_layers")
-    problems += [*_features(config, dialect, depth), *_embedding(config, dialect)]
+    problems += [*_shapes(config, dialect), *_features(config, dialect, depth), *_embedding(config, dialect)]
     if problems:
         raise ValueError(f"This draft cannot be exported to {engine}: " + "; ".join(problems) + ".")
     return dialect
@@ -33,6 +33,15 @@ def _layers(config: DraftConfig, dialect: Dialect) -> list[str]:
     if dialect.layers is not None and config.num_hidden_layers > dialect.layers:
         return [f"it has `num_hidden_layers={config.num_hidden_layers}`, and {dialect.engine} reads {dialect.layers}"]
     return []
+
+
+def _vocabulary(config: DraftConfig, dialect: Dialect) -> list[str]:
+    if config.draft_vocab_size == config.vocab_size or "d2t" in dialect.optional:
+        return []
+    return [
+        f"a draft vocabulary of {config.draft_vocab_size} of {config.vocab_size} tokens needs a map, and {dialect.engine} "
+        f"reads none for drafts of type `{config.draft_type}`"
+    ]
 
 
 def _flags(config: DraftConfig, dialect: Dialect) -> list[str]:

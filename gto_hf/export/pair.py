@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from os import PathLike
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from gto_hf.checkpoints import AutoDraft
 from gto_hf.drafts import DraftConfig, DraftModel
-from gto_hf.target import is_hub_id, unwrap
+from gto_hf.target import config_fingerprint, default_feature_layers, is_hub_id, unwrap
 
 
 @dataclass
@@ -31,6 +33,45 @@ class Pair:
     shown: str
     max_positions: int
     architectures: list[str]
+
+
+def read_draft(
+    source: str | PathLike,
+    target: nn.Module | None,
+    facts: dict[str, Any] | None,
+    feature_layers: list[int] | None = None,
+    **kwargs: Any,
+) -> DraftModel:
+    """
+    A draft in any layout; EAGLE-3's rule is tried where it does not say which layers it reads and its target is named.
+
+    Args:
+        source (`str`): Folder or Hub id. target (`PreTrainedModel`, *optional*): Attached.
+        facts (`dict`, *optional*): [`target_facts`] of a target of which only the name is given.
+        feature_layers (`list[int]`, *optional*): As of [`AutoDraft.from_pretrained`], which also takes `**kwargs`.
+    """
+    options = {"target": target, **kwargs}
+    if feature_layers is not None or facts is None:
+        return AutoDraft.from_pretrained(source, feature_layers=feature_layers, **options)
+    try:
+        return AutoDraft.from_pretrained(source, **options)
+    except ValueError as error:
+        if "feature_layers" not in str(error):
+            raise
+        layers = default_feature_layers(facts["num_hidden_layers"])
+        return AutoDraft.from_pretrained(source, feature_layers=layers, **options)
+
+
+def target_facts(name: str) -> dict[str, Any]:
+    """The fingerprint of a target from its config alone."""
+    return config_fingerprint(AutoConfig.from_pretrained(name))
+
+
+def named_source(target: Any) -> str | None:
+    """Where a target is or was loaded from: what must not be replaced."""
+    if target is None or isinstance(target, str):
+        return target
+    return unwrap(target).config._name_or_path
 
 
 def read_pair(draft: DraftModel, target: nn.Module | str | None, target_name: str | None) -> Pair:
@@ -70,7 +111,8 @@ def read_pair(draft: DraftModel, target: nn.Module | str | None, target_name: st
                 "target that it was trained for."
             )
     path = source._name_or_path
-    named = target_name or (path if is_hub_id(path) else stored.get("name_or_path"))
+    # A folder such as `runs/llm` looks like a Hub id, and the fingerprint tells them apart.
+    named = target_name or config_fingerprint(source)["name_or_path"] or stored.get("name_or_path")
     named = named if is_hub_id(named) else None
     architectures = source.architectures or ([type(unwrap(target)).__name__] if isinstance(target, nn.Module) else [])
     config.target = {**stored, "num_hidden_layers": text.num_hidden_layers}

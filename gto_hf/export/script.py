@@ -9,12 +9,11 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
-from gto_hf.checkpoints import AutoDraft
-
 from .convert import convert
 from .custom_generate import CUSTOM_GENERATE, export_custom_generate
 from .dialects import ENGINES
 from .folder import check_free
+from .pair import read_draft, target_facts
 from .write import Exported, export
 
 
@@ -47,14 +46,14 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_export(args: argparse.Namespace) -> Exported:
     """Write, and print how to serve what was written."""
-    check_free(args.output, overwrite=args.overwrite, source=args.draft)
+    check_free(args.output, overwrite=args.overwrite, sources=(args.draft, args.target))
     if (args.to == CUSTOM_GENERATE) != (args.repo is not None):
         raise ValueError("`--to custom-generate` needs `--repo owner/name`, and only it takes one.")
-    draft = AutoDraft.from_pretrained(args.draft, feature_layers=_numbers(args.feature_layers))
+    facts = None if args.target is None else target_facts(args.target)
+    draft = read_draft(args.draft, None, facts, _numbers(args.feature_layers))
     if args.to == CUSTOM_GENERATE:
-        made = export_custom_generate(
-            draft, args.output, args.repo, target_name=args.target_name or args.target, overwrite=args.overwrite
-        )
+        name = args.target_name or (None if facts is None else facts["name_or_path"])  # never a folder
+        made = export_custom_generate(draft, args.output, args.repo, target_name=name, overwrite=args.overwrite)
     else:
         made = export(
             draft,

@@ -35,11 +35,6 @@ def engine_tensors(
     """
     config, made = draft.config, {}
     reduced = config.draft_vocab_size < config.vocab_size
-    if reduced and "d2t" not in dialect.optional:
-        raise ValueError(
-            f"A draft vocabulary of {config.draft_vocab_size} of {config.vocab_size} tokens needs a map, and "
-            f"{dialect.engine} reads none for drafts of type `{config.draft_type}`."
-        )
     for key, value in draft.state_dict().items():
         if key == "embed_tokens.weight" or (key in ("d2t", "t2d") and not reduced):
             continue

@@ -14,8 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from gto_hf.checkpoints import AutoDraft
-from gto_hf.drafts import DraftModel
+from gto_hf.drafts import DraftModel, check_values
 from gto_hf.tree import TreeConfig
 
 from .commands import serve_commands
@@ -23,7 +22,7 @@ from .configs import engine_config
 from .dialects import Dialect
 from .folder import check_free, whole_folder
 from .limits import check_exportable
-from .pair import Pair, read_pair, target_embedding
+from .pair import Pair, named_source, read_draft, read_pair, target_embedding, target_facts
 from .tensors import engine_tensors
 
 
@@ -89,6 +88,7 @@ def export(
 
     Raises:
         ValueError: If the engine cannot read this draft, something is missing to write it, or the folder is taken.
+        DraftCheckpointError: If the draft's weights are no numbers or its vocabulary map is none.
     """
     folder = Path(folder)
     if not isinstance(draft, DraftModel):
@@ -97,10 +97,13 @@ def export(
                 f"`draft` is a {type(draft).__name__}, not a draft. Merge an adapter first: `draft.merge_and_unload()`, or "
                 "`AutoDraft.from_pretrained(adapter)`."
             )
-        draft = AutoDraft.from_pretrained(draft, target=target if isinstance(target, nn.Module) else None)
-    check_free(folder, overwrite=overwrite, source=draft.config.name_or_path)
+        check_free(folder, overwrite=overwrite, sources=(draft, named_source(target)))
+        facts = target_facts(target) if isinstance(target, str) else None
+        draft = read_draft(draft, target if isinstance(target, nn.Module) else None, facts)
+    check_free(folder, overwrite=overwrite, sources=(draft.config.name_or_path, named_source(target)))
     pair = read_pair(draft, target, target_name)
     dialect = check_exportable(pair.config, to)
+    check_values(draft.config.name_or_path or type(draft).__name__, draft)
     tokens = TreeConfig(**pair.config.tree).depth if speculative_tokens is None else speculative_tokens
     if tokens < 1:
         raise ValueError(f"`speculative_tokens={tokens}` must be at least 1.")

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from gto_hf import AutoDraft, TreeDecodeOutput
 from gto_hf.cli import main
+from gto_hf.export import export
 from gto_hf.export.custom_generate import export_custom_generate
 from tests.checkpoints.test_safeailab import CONFIG, tensors, write
 from tests.tiny import VOCAB, tiny_draft, tiny_target, tiny_tokenizer
@@ -48,9 +49,26 @@ def test_export_command_writes_and_says_how_to_serve(folders, tmp_path, capsys):
     assert main([*common, "--overwrite"]) == 0
 
 
+def test_export_command_takes_the_targets_layers_where_the_draft_names_none(folders, tmp_path):
+    common = ["--target", f"{folders}/target", "--target-name", "org/tiny", "--output"]
+    draft = tiny_draft(tiny_target())  # it follows EAGLE-3's rule, which is all that this layout can say
+    export(draft, tmp_path / "theirs", "safeailab", target=f"{folders}/target")
+    assert main(["export", f"{tmp_path}/theirs", "--to", "vllm", *common, f"{tmp_path}/out"]) == 0
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
+    export(str(tmp_path / "theirs"), tmp_path / "again", "vllm", target=f"{folders}/target")
+
+
+def test_a_folder_is_no_target_of_a_custom_generate_repository(folders, tmp_path, monkeypatch):
+    monkeypatch.chdir(folders.parent)
+    name = f"{folders.name}/target"
+    options = ["--to", "custom-generate", "--repo", "me/draft", "--target", name, "--output", f"{tmp_path}/out"]
+    assert main(["export", f"{folders}/draft", *options]) == 0
+    assert name not in (tmp_path / "out" / "README.md").read_text()
+
+
 def test_export_command_refuses_before_it_reads(folders, tmp_path, capsys):
     assert main(["export", f"{folders}/draft", "--to", "sglang", "--output", f"{folders}/draft", "--overwrite"]) == 1
-    assert "the draft itself" in capsys.readouterr().err
+    assert "which is read from" in capsys.readouterr().err
     assert main(["export", f"{folders}/draft", "--to", "custom-generate", "--output", f"{tmp_path}/x"]) == 1
     assert "--repo" in capsys.readouterr().err
     with pytest.raises(SystemExit) as stop:

@@ -8,11 +8,13 @@ import shlex
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from gto_hf import AutoDraft, Eagle3Draft, TreeConfig
+from gto_hf.drafts import DraftCheckpointError
 from gto_hf.drafts.base import Borrowed
 from gto_hf.export import ENGINES, check_exportable, export
+from gto_hf.export.convert import convert
 from gto_hf.gto import SequencePrefix
 from tests.drafts.test_eagle3 import sequences
 from tests.tiny import VOCAB, tiny_draft, tiny_target, tiny_tokenizer
@@ -279,8 +281,74 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path, target, draft, monkeypat
 def test_the_draft_itself_is_never_overwritten(tmp_path, target, draft):
     draft.save_pretrained(tmp_path / "ours")
     again = AutoDraft.from_pretrained(tmp_path / "ours")
-    with pytest.raises(ValueError, match="the draft itself"):
+    with pytest.raises(ValueError, match="which is read from"):
         export(again, tmp_path / "ours", "vllm", target=target, overwrite=True)
+
+
+def test_no_folder_that_holds_what_is_read_is_replaced(tmp_path, target, draft):
+    for name in ("runs/draft", "runs/target"):
+        (draft if name == "runs/draft" else target).save_pretrained(tmp_path / name)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "runs" / "target")
+    other = Eagle3Draft.from_pretrained(tmp_path / "runs" / "draft")
+    other.config.name_or_path = ""
+    for out, source, of in (
+        ("runs", tmp_path / "runs" / "draft", None),
+        ("runs/target", other, str(tmp_path / "runs" / "target")),
+        ("runs/target", other, loaded),
+    ):
+        with pytest.raises(ValueError, match="which is read from"):
+            export(source, tmp_path / out, "vllm", target=of, target_name="org/tiny", overwrite=True)
+    with pytest.raises(ValueError, match="which is read from"):
+        convert(tmp_path / "runs" / "draft", tmp_path / "runs", overwrite=True)
+    assert (tmp_path / "runs" / "draft" / "config.json").exists()
+    assert (tmp_path / "runs" / "target" / "config.json").exists()
+
+
+def test_a_link_is_followed_and_a_folder_that_cannot_be_moved_leaves_nothing_behind(
+    tmp_path, target, draft, monkeypatch
+):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    write(draft, tmp_path / "link", "vllm", target)
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real" / "config.json").exists()
+
+    def busy(*args):
+        raise OSError("Device or resource busy")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("gto_hf.export.folder.os.replace", busy)
+        with pytest.raises(OSError, match="busy"):
+            write(draft, tmp_path / "real", "sglang", target, overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "real"]
+
+
+def test_a_folder_near_at_hand_is_no_hub_id(tmp_path, target, draft, monkeypatch):
+    target.save_pretrained(tmp_path / "runs" / "llm")
+    monkeypatch.chdir(tmp_path)
+    for of in ("runs/llm", AutoModelForCausalLM.from_pretrained("runs/llm")):
+        with pytest.raises(ValueError, match="--target-name"):
+            export(draft, "named", "speculators", target=of)
+        export(draft, "out", "vllm", target=of, overwrite=True)
+        assert json.loads((tmp_path / "out" / "gto_hf_export.json").read_text())["target"] is None
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_trained_length_comes_back(tmp_path, target, engine):
+    draft = tiny_draft(target)
+    for length in (100, None):
+        draft.config.trained_length = length
+        write(draft, tmp_path / "out", engine, target, overwrite=True)
+        assert AutoDraft.from_pretrained(tmp_path / "out", target=target).config.trained_length == length
+
+
+def test_a_draft_without_a_map_or_with_nan_is_not_written(tmp_path, target, draft):
+    with pytest.raises(DraftCheckpointError, match="vocabulary map"):
+        write(Eagle3Draft(copy.deepcopy(draft.config)), tmp_path / "out", "vllm", target)
+    broken = copy.deepcopy(draft)
+    broken.fc.weight.data[0, 0] = torch.nan
+    with pytest.raises(DraftCheckpointError, match="fc.weight"):
+        write(broken, tmp_path / "out", "vllm", target)
+    assert not (tmp_path / "out").exists()
 
 
 def test_nothing_written_names_this_machine(tmp_path, target, draft):

@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 
 from gto_hf import AutoDraft, Eagle3Draft
 from gto_hf.drafts import EagleDraft, GriffinDraft
-from gto_hf.export import ENGINES, export
+from gto_hf.export import ENGINES, check_exportable, export
 from tests.export.test_export import first_logits
 from tests.tiny import TREE, VOCAB, tiny_target
 
@@ -153,6 +153,8 @@ def test_what_the_engines_cannot_say_of_them_is_refused(tmp_path, target, engine
     counts = torch.arange(VOCAB, 0, -1)
     if engine == "vllm" and cls is EagleDraft:
         reduced = EagleDraft.from_target(target, tree=TREE, draft_vocab_size=48, token_counts=counts)
+        with pytest.raises(ValueError, match="48 of 64 tokens needs a map"):
+            check_exportable(reduced.config, engine)  # before it is trained
         with pytest.raises(ValueError, match="48 of 64 tokens needs a map"):
             export(reduced, tmp_path / "out", engine, target=target)
     assert not (tmp_path / "out").exists()
