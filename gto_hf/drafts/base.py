@@ -211,13 +211,14 @@ class DraftModel(PreTrainedModel):
 
         Args:
             target (`PreTrainedModel`): The target.
-            tokenizer (`PreTrainedTokenizerBase`, *optional*): The target's. Only looked at where the two differ in the rows of
-                their vocabularies: with the same tokenizer these are padding. Looked for where the target was loaded from.
+            tokenizer (`PreTrainedTokenizerBase`, *optional*): The target's. Where the two differ in the rows of their
+                vocabularies, with the same tokenizer these are padding; it is then looked for where the target was loaded from.
 
         Raises:
             ValueError: If width, depth or vocabulary do not fit, or the draft has no vocabulary map.
         Warns:
-            Once, if the sizes fit but the target says it is another model or another revision.
+            Once, if the sizes fit but the target says it is another model, revision or quantization, or has another
+            tokenizer.
         """
         config, found = self.config, fingerprint(target)
         name = found["name_or_path"] or type(unwrap(target)).__name__
@@ -251,7 +252,8 @@ class DraftModel(PreTrainedModel):
                 f"This draft has {config.draft_vocab_size} of {config.vocab_size} tokens but no map (`d2t`, `t2d`) that "
                 "says which. Build it with `from_target(..., token_counts=...)` or call `set_vocab`."
             )
-        warn_other_target(self, found)
+        known = {} if tokenizer is None else {"tokenizer": tokenizer_hash(tokenizer)}
+        warn_other_target(self, found | known)
 
     def attach(self, target: nn.Module, tokenizer: Any = None) -> Self:
         """

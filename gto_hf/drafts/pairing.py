@@ -81,11 +81,19 @@ def fit_vocabulary(draft: DraftModel, rows: int) -> None:
 
 
 def warn_other_target(draft: nn.Module, found: dict[str, Any]) -> None:
-    """Warn, once for a draft and a difference, that a target of the right sizes is another model or revision."""
-    told = _told.setdefault(draft, set())
-    for field in ("name_or_path", "revision", "quantization"):
-        expected = (draft.config.target or {}).get(field)
-        if expected is None or found[field] is None or expected == found[field] or (field, found[field]) in told:
+    """
+    Warn, once for a draft and a difference, that a target of the right sizes is another model, revision or quantization, or
+    has another tokenizer.
+
+    Args:
+        draft ([`DraftModel`]): The draft. found (`dict`): Fingerprint of the target, with `tokenizer` where it is known.
+    """
+    told, stored = _told.setdefault(draft, set()), dict(draft.config.target or {})
+    if "quantization" in stored:  # to have none is a fact, while a name or a tokenizer may be unknown
+        stored, found = ({**d, "quantization": d["quantization"] or "none"} for d in (stored, found))
+    for field in ("name_or_path", "revision", "quantization", "tokenizer"):
+        expected = stored.get(field)
+        if expected is None or found.get(field) in (None, expected) or (field, found[field]) in told:
             continue
         told.add((field, found[field]))
         warnings.warn(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import warnings
 from dataclasses import dataclass, field
 from typing import Any
@@ -290,6 +291,10 @@ class GTOConfig(SFTConfig):
     def __getstate__(self) -> dict[str, Any]:
         # `training_args.bin` is a pickle of this object and is pushed to the Hub: keep tokens and paths out of it.
         return publishable(self.__dict__)
+
+    def to_json_string(self) -> str:
+        """As in [`~transformers.TrainingArguments`], for loggers whose files in `output_dir` are pushed: without paths."""
+        return json.dumps(publishable(self.to_dict()), indent=2)
 
     def __copy__(self) -> GTOConfig:
         return self._copied(self.__dict__)

@@ -79,11 +79,13 @@ def name_target(draft: DraftModel, target: nn.Module) -> None:
     """
     Let the draft say which target it is trained for now, so that it warns for any other.
 
-    A target without a name of its own (a local folder) may be the old one, so the old name is kept then.
+    A target without a name of its own (a local folder) may be the old one, so the old name is kept then. The tokenizer is
+    compared by [`name_tokenizer`].
     """
     found, stored = fingerprint(target), draft.config.target or {}
-    if found["name_or_path"] and any(found[key] != stored.get(key) for key in ("name_or_path", "revision")):
-        draft.config.target = found
+    if not found["name_or_path"]:
+        found |= {key: stored[key] for key in ("name_or_path", "revision") if key in stored}
+    draft.config.target = {**stored, **found}
 
 
 def name_tokenizer(draft: DraftModel, tokenizer: Any) -> None:

@@ -124,6 +124,22 @@ def test_another_model_or_revision_warns_once():
         draft.check_target(revised)
 
 
+def test_another_tokenizer_or_quantization_of_the_same_sizes_warns_once():
+    target, draft = tiny_target(), named(tiny_draft(tiny_target()))
+    with pytest.warns(UserWarning, match="tokenizer="):
+        draft.attach(target, tokenizer=other_tokenizer())
+    quantized = tiny_target()
+    quantized.config.quantization_config = {"quant_method": "gptq"}
+    with pytest.warns(UserWarning, match="quantization=none.*gptq"):
+        draft.attach(quantized)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        draft.check_target(quantized, tokenizer=other_tokenizer())
+        draft.check_target(target, tokenizer=tiny_tokenizer())
+        draft.config.target = {"num_hidden_layers": 8}  # what is unknown differs from nothing
+        draft.check_target(quantized, tokenizer=tiny_tokenizer())
+
+
 def trainer(folder, draft, target, tokenizer, **kwargs):
     args = GTOConfig(str(folder), max_steps=1, bf16=False, report_to="none", report=False, eval_prompts=0, **kwargs)
     rows = written_rows(target, 4, 20)
@@ -140,6 +156,23 @@ def test_the_trainer_records_the_tokenizer_and_warns_of_another(tmp_path):
     with pytest.warns(UserWarning, match="another tokenizer"):
         trainer(tmp_path, draft, target, other_tokenizer())
     assert draft.config.target["tokenizer"] == tokenizer_hash(other_tokenizer())
+
+
+def test_the_trainer_records_a_target_without_a_name(tmp_path):
+    target = tiny_target()
+    draft = tiny_draft(target)
+    draft.config.target = None  # as of a published checkpoint
+    target.config.quantization_config = {"quant_method": "gptq"}
+    trainer(tmp_path, draft, target, tiny_tokenizer())
+    found = draft.config.target
+    assert (found["num_hidden_layers"], found["vocab_size"], found["quantization"]) == (8, VOCAB, "gptq")
+    assert found["tokenizer"] == tokenizer_hash(tiny_tokenizer())
+    target.config._name_or_path = "org/tuned"
+    with pytest.warns(UserWarning, match="another tokenizer"):  # also when the name changes with it
+        trainer(tmp_path, draft, target, other_tokenizer())
+    target.config._name_or_path = ""
+    trainer(tmp_path, draft, target, other_tokenizer())
+    assert draft.config.target["name_or_path"] == "org/tuned"
 
 
 def test_a_padded_pair_trains(tmp_path):

@@ -312,6 +312,8 @@ def test_pickles_of_the_config_hold_no_path_and_no_token_and_copies_hold_both(tm
         features_path=None, reference_path=str(tmp_path / "trees"), target_model_name_or_path=str(tmp_path / "llm"),
         report_to="none",
     )  # fmt: skip
+    text = args.to_json_string()  # TensorBoard's files are pushed with the run
+    assert token not in text and str(tmp_path) not in text and json.loads(text)["output_dir"] == "out"
     content = pickle.dumps(args)
     assert token.encode() not in content and str(tmp_path).encode() not in content
     again = pickle.loads(content)
