@@ -18,7 +18,7 @@ from gto_hf.tree import TreeConfig
 
 from .clean import clean_folder, is_path
 from .results import Measured
-from .serving import serving_commands
+from .serving import refusing_engines, serving_commands
 
 
 MARK = "<!-- written by gto-hf -->"  # a card that ends with it may be written anew
@@ -89,7 +89,8 @@ def draft_card(
         measured_with=_settings(results),
         training=_training_rows(training, base),
         evaluated=training.get("evaluation"),
-        serving=None if adapter else serving_commands(config, target_id or "path/to/that/model"),
+        serving=None if adapter else serving_commands(config, name, target_id or "path/to/that/model"),
+        refusing=refusing_engines(config),
         mark=MARK,
     )
 

@@ -64,6 +64,11 @@ def run(args: argparse.Namespace) -> ModelCard:
         raise ValueError(f"`{args.draft}` is on the Hub: say where to write the card with `--output`, or `--push` it.")
     if args.push and "/" not in name:
         raise ValueError(f"`--push` needs the Hub id `owner/name` of the repository in `--name`; found `{name}`.")
+    if args.target is not None and (not is_hub_id(args.target) or os.path.isdir(args.target)):
+        raise ValueError(
+            f"`--target {args.target}` is no Hub id (`owner/name`): a card names the target for other people, so it shows no "
+            "folder."
+        )
     if output is not None:
         _check_output(output, args.overwrite)
     config = AutoDraft.from_pretrained(args.draft, **({} if args.base is None else {"base": args.base})).config

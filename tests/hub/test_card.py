@@ -17,7 +17,7 @@ from huggingface_hub.repocard_data import eval_results_to_model_index, model_ind
 from peft import LoraConfig
 
 import gto_hf.evaluation
-from gto_hf import AutoDraft, GTOConfig, TreeConfig
+from gto_hf import AutoDraft, DraftConfig, GTOConfig, TreeConfig
 from gto_hf.cli import main
 from gto_hf.hub import clean_folder, draft_card, publishable, read_results
 from gto_hf.hub.results import PLAIN
@@ -205,8 +205,33 @@ def test_the_serving_commands_are_those_of_this_tree(config):
         ("--model-path", "org/llm"),
     ):  # fmt: skip
         assert words[words.index(option) + 1] == value
-    assert "gto-hf export me/draft --to vllm" in text and "trl vllm-serve --model org/llm" in text
+    # Without the target an export keeps the draft's positions, and engines stop there.
+    assert text.count("--target org/llm --output draft-") == 2 == text.count("gto-hf export me/draft --to ")
+    assert "trl vllm-serve --model org/llm" in text
     assert "which were not measured here" in text
+
+
+@pytest.mark.parametrize(
+    "fields, there, gone",
+    [
+        ({"norm_before_residual": True}, "vllm", "SGLang"),
+        ({"fc_bias": True}, None, ""),
+        ({"draft_type": "eagle", "feature_layers": [8], "draft_vocab_size": 64, "fc_bias": True}, "sglang", "vLLM"),
+    ],
+)
+def test_only_engines_that_can_load_the_draft_are_named(config, fields, there, gone):
+    text = draft_card(DraftConfig(**{**config.to_dict(), **fields}), name="me/draft").text
+    engines = re.findall(r"gto-hf export me/draft --to (\w+)", text)
+    assert engines == ([there] if there else []) and ("Servers read" in text) == (there is not None)
+    assert not there or f"{gone} cannot load this draft." in text
+
+
+def test_a_depth_that_a_tree_does_not_have_is_blank(config, tmp_path):
+    name = "mine @ 2/1/2"
+    runs = json.loads(results_file(tmp_path / "x.json").read_text())["runs"]
+    runs[2] = {"name": name, "temperature": 0.0, "answers": [answer(10, 0.8, [2, 2], 4)] * 2}
+    card = draft_card(config, name="me/draft", results=read_results(results_file(tmp_path / "x.json", runs=runs)))
+    assert "| 0 | chain | 2/1/2 | 50 % | 0 % | |\n" in card.text
 
 
 def test_the_usage_code_compiles(config):
@@ -294,6 +319,7 @@ def test_the_command_refuses_before_it_works(draft, tmp_path, capsys):
         ([folder], "was not written by gto-hf"),
         ([folder, "--output", f"{tmp_path}/no/where.md"], "there is no folder"),
         (["org/draft"], "is on the Hub: say where"),
+        ([folder, "--output", f"{tmp_path}/x.md", "--target", f"{tmp_path}/llm"], "is no Hub id"),
         ([folder, "--output", f"{tmp_path}/x.md", "--push"], "needs the Hub id"),
         ([folder, "--output", f"{tmp_path}/x.md", "--training", f"{tmp_path}/no.json"], "cannot be read"),
         ([folder, "--output", f"{tmp_path}/x.md", "--results", f"{tmp_path}/no.json"], "cannot be read"),
