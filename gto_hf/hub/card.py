@@ -47,7 +47,7 @@ def draft_card(
         config ([`DraftConfig`]): Of the draft.
         name (`str`): Hub id, or folder name if it is nowhere else.
         dataset_name (`str`, *optional*): Hub id of the training data; the name of a file is not shown.
-        tags (`list[str]`, *optional*): Hub tags.
+        tags (`list[str]`, *optional*): Hub tags; that of the draft type is added.
         adapter (`bool`, *optional*, defaults to `False`): Whether the folder holds a LoRA adapter.
         paper (`dict[str, str]`, *optional*): `title`, `id` and `citation` of the training method.
         license (`str`, *optional*): Hub identifier of the draft's licence.
@@ -67,7 +67,7 @@ def draft_card(
         base_model=([base, target_id] if base and target_id else base or target_id),
         base_model_relation="adapter" if adapter and base else None,
         datasets=dataset_name if is_hub_id(dataset_name) and not Path(dataset_name).exists() else None,
-        tags=list(dict.fromkeys(tags or [*_TAGS, *_type_tags(config)])),
+        tags=list(dict.fromkeys([*(tags or _TAGS), *_type_tags(config)])),
         model_name=name if results else None,
         eval_results=_eval_results(results) or None,
     )
@@ -117,7 +117,7 @@ def prepare_push(draft: DraftModel, name: str, folder: Path) -> None:
         name=name,
         license=known.license,
         dataset_name=datasets[0] if isinstance(datasets, list) and datasets else datasets or None,
-        tags=[*_TAGS, *_type_tags(draft.config), *(known.tags or [])],
+        tags=[*_TAGS, *(known.tags or [])],
     ).save(path)
 
 

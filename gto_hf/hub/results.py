@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gto_hf.tree import TreeConfig
+
 
 PLAIN = "plain generate"  # what `gto-hf eval` calls generation without a draft
 TREES = "trees (root excluded)"
@@ -53,7 +55,9 @@ class Measured:
         return f"{self.tree['depth']}/{self.tree['top_k']}/{self.tree['total_tokens']}{auto}"
 
 
-def read_results(path: Path, *, system: str | None = None, target: str | None = None) -> list[Measured]:
+def read_results(
+    path: Path, *, system: str | None = None, target: str | None = None, tree: dict[str, Any] | None = None
+) -> list[Measured]:
     """
     Read a JSON file of `gto-hf eval --output` (either of its forms).
 
@@ -61,12 +65,13 @@ def read_results(path: Path, *, system: str | None = None, target: str | None = 
         path (`Path`): The file, or the folder that holds it as `results.json`.
         system (`str`, *optional*): Name of the draft in that run; needed if it measured several.
         target (`str`, *optional*): Hub id of the draft's target.
+        tree (`dict`, *optional*): The draft's own tree, with which `gto-hf eval` measures it.
 
     Returns:
         `list[Measured]`: Every tree and temperature of that draft, in the order of the file.
 
     Raises:
-        ValueError: If it is no such file, measured another target, or does not say which draft is meant.
+        ValueError: If it is no such file, measured another target or another tree, or does not say which draft is meant.
     """
     path = path / "results.json" if path.is_dir() else path
     try:
@@ -88,6 +93,11 @@ def read_results(path: Path, *, system: str | None = None, target: str | None = 
     system = next(iter(trees), None) if system is None else system
     if system not in trees:
         raise ValueError(f"`{path}` has no draft called `{system}`; it has {', '.join(trees) or 'none'}.")
+    if tree is not None and TreeConfig(**tree) != TreeConfig(**trees[system]):
+        raise ValueError(
+            f"`{path}` measured `{system}` with the tree {trees[system]}, but this draft's own is {tree}: the figures are another "
+            "draft's, or of a tree that it had before. Measure it again."
+        )
     plain = {each["temperature"]: each for each in sums if each["name"] == PLAIN}
     found = [_measured(each, tree, plain, settings) for each in sums if (tree := _tree(each["name"], system, trees))]
     found = [each for each in found if each is not None]

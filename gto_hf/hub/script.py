@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> ModelCard:
     target = named if is_hub_id(named) else args.target
     results: list[Measured] = []
     for path in args.results:
-        results += read_results(path, system=args.system, target=target)
+        results += read_results(path, system=args.system, target=target, tree=config.tree)
     card = draft_card(
         config,
         name=name,

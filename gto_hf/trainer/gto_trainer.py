@@ -109,7 +109,7 @@ class GTOTrainer(PushingTrainer):
             trainable token; before any training.
     """
 
-    _tag_names = ["trl", "gto", "speculative-decoding", "eagle-3"]
+    _tag_names = ["trl", "gto", "speculative-decoding"]  # the card adds that of the draft type
     _name = "GTO"
     _paper = {
         "title": "Bridging Draft Policy Misalignment: Group Tree Optimization for Speculative Decoding",

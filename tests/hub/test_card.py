@@ -17,7 +17,7 @@ from huggingface_hub.repocard_data import eval_results_to_model_index, model_ind
 from peft import LoraConfig
 
 import gto_hf.evaluation
-from gto_hf import AutoDraft, DraftConfig, GTOConfig, TreeConfig
+from gto_hf import AutoDraft, DraftConfig, GTOConfig, GTOTrainer, TreeConfig
 from gto_hf.cli import main
 from gto_hf.hub import clean_folder, draft_card, publishable, read_results
 from gto_hf.hub.results import PLAIN
@@ -123,6 +123,8 @@ def test_a_real_run_of_eval_is_read(llama, draft, tmp_path):
             assert sum(mine.by_depth) == pytest.approx(run.statistics.mean_accepted)
     with pytest.raises(ValueError, match="measured 2 drafts .tree, chain.*--system"):
         read_results(output)
+    assert main(["card", f"{tmp_path}/tree", "--results", f"{output}", "--system", "chain"]) == 1
+    assert not (tmp_path / "tree" / "README.md").exists()  # those are another draft's figures
     code = main(["card", f"{tmp_path}/tree", "--results", f"{output}", "--system", "tree", "--license", "mit"])
     text = (tmp_path / "tree" / "README.md").read_text()
     assert code == 0 and str(tmp_path) not in text and "A chain was not measured." in text
@@ -224,6 +226,14 @@ def test_only_engines_that_can_load_the_draft_are_named(config, fields, there, g
     engines = re.findall(r"gto-hf export me/draft --to (\w+)", text)
     assert engines == ([there] if there else []) and ("Servers read" in text) == (there is not None)
     assert not there or f"{gone} cannot load this draft." in text
+
+
+def test_tags_are_those_of_the_draft_type(config):
+    griffin = DraftConfig(**{**config.to_dict(), "draft_type": "griffin", "feature_layers": [8]})
+    for given in (None, GTOTrainer._tag_names, ["mine"]):
+        for each, own, other in ((config, "eagle-3", "griffin"), (griffin, "griffin", "eagle-3")):
+            tags = draft_card(each, name="me/draft", tags=given).data.tags
+            assert own in tags and other not in tags and set(given or []) <= set(tags)
 
 
 def test_a_depth_that_a_tree_does_not_have_is_blank(config, tmp_path):
