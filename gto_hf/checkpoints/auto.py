@@ -75,6 +75,7 @@ class AutoDraft:
             DraftCheckpointError: If it is not a complete draft; names tensors and fields.
         """
         source = str(pretrained_model_name_or_path)
+        facts = kwargs.pop("_target_facts", None)  # of a target of which only the config is at hand
         hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
         config = read_config(source, **hub)
         if config["_commit_hash"] is not None:  # config and weights of one commit, whatever is pushed in between
@@ -83,6 +84,7 @@ class AutoDraft:
         said = {name: value for name, value in said.items() if value is not None}
         if is_adapter(config):
             options = {**said, "target": target, "tree": tree, "feature_layers": feature_layers, **kwargs}
+            options |= {} if facts is None else {"_target_facts": facts}
             draft = merge_adapter(source, cls._base(source, config, base, options), **hub)
             draft = draft if dtype in (None, "auto") else draft.to(_dtype(dtype))
             return cls._named(draft, source, config["_commit_hash"])
@@ -105,7 +107,8 @@ class AutoDraft:
             unknown = sorted(set(kwargs) - set(hub))
             if unknown:
                 raise TypeError(f"Arguments {unknown} are not available for checkpoints of other projects.")
-            draft = cls._foreign(source, {**config, "_said": said}, target, feature_layers, dtype, hub)
+            facts = facts if target is None else fingerprint(target)
+            draft = cls._foreign(source, {**config, "_said": said}, facts, feature_layers, dtype, hub)
             if target is not None:
                 draft.share_embedding(target)
         if tree is not None:
@@ -161,15 +164,14 @@ class AutoDraft:
     def _foreign(
         source: str,
         config: dict[str, Any],
-        target: nn.Module | None,
+        found: dict[str, Any] | None,
         feature_layers: list[int] | tuple[int, ...] | None,
         dtype: torch.dtype | str | None,
         hub: dict[str, Any],
     ) -> DraftModel:
-        """A draft from another project's layout."""
+        """A draft from another project's layout; `found` is the fingerprint of its target, where it is known."""
         tensors = read_tensors(source, **hub)
         dialect = find_dialect(source, config, tensors)
-        found = None if target is None else fingerprint(target)
         try:
             made, state = dialect.read(
                 source,

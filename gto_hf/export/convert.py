@@ -61,11 +61,21 @@ def convert(
 
 
 def _check(config: Any, facts: dict[str, Any]) -> None:
-    for field, own in (("vocab_size", config.vocab_size), ("hidden_size", config.target_hidden_size)):
-        if own != facts[field]:
+    depth = (config.target or {}).get("num_hidden_layers")
+    for field, own in (
+        ("vocab_size", config.vocab_size),
+        ("hidden_size", config.target_hidden_size),
+        ("num_hidden_layers", depth),
+    ):
+        if own is not None and own != facts[field]:
             raise ValueError(
                 f"This draft was made for a target with `{field}={own}`, but the given target has {facts[field]}."
             )
+    if config.feature_layers and config.feature_layers[-1] > facts["num_hidden_layers"]:
+        raise ValueError(
+            f"This draft reads `feature_layers={list(config.feature_layers)}`, but the given target has "
+            f"{facts['num_hidden_layers']} layers."
+        )
 
 
 def _decisions(draft: DraftModel, source: str) -> str:

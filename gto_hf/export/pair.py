@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from gto_hf.checkpoints import AutoDraft
 from gto_hf.drafts import DraftConfig, DraftModel
-from gto_hf.target import config_fingerprint, default_feature_layers, is_hub_id, unwrap
+from gto_hf.target import config_fingerprint, is_hub_id, unwrap
 
 
 @dataclass
@@ -43,23 +43,16 @@ def read_draft(
     **kwargs: Any,
 ) -> DraftModel:
     """
-    A draft in any layout; EAGLE-3's rule is tried where it does not say which layers it reads and its target is named.
+    A draft in any layout. What its files do not say of the layers that it reads follows from its target, as with
+    [`AutoDraft.from_pretrained`] and a target in memory.
 
     Args:
         source (`str`): Folder or Hub id. target (`PreTrainedModel`, *optional*): Attached.
         facts (`dict`, *optional*): [`target_facts`] of a target of which only the name is given.
         feature_layers (`list[int]`, *optional*): As of [`AutoDraft.from_pretrained`], which also takes `**kwargs`.
     """
-    options = {"target": target, **kwargs}
-    if feature_layers is not None or facts is None:
-        return AutoDraft.from_pretrained(source, feature_layers=feature_layers, **options)
-    try:
-        return AutoDraft.from_pretrained(source, **options)
-    except ValueError as error:
-        if "feature_layers" not in str(error):
-            raise
-        layers = default_feature_layers(facts["num_hidden_layers"])
-        return AutoDraft.from_pretrained(source, feature_layers=layers, **options)
+    known = {} if facts is None else {"_target_facts": facts}
+    return AutoDraft.from_pretrained(source, target=target, feature_layers=feature_layers, **known, **kwargs)
 
 
 def target_facts(name: str) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The commands `convert` and `export`, and the `custom_generate` repository."""
 
+import copy
 import json
 import subprocess
 import sys
@@ -12,7 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from gto_hf import AutoDraft, TreeDecodeOutput
 from gto_hf.cli import main
+from gto_hf.drafts import EagleDraft, GriffinDraft
 from gto_hf.export import export
+from gto_hf.export.convert import convert
 from gto_hf.export.custom_generate import export_custom_generate
 from tests.checkpoints.test_safeailab import CONFIG, tensors, write
 from tests.tiny import VOCAB, tiny_draft, tiny_target, tiny_tokenizer
@@ -56,6 +59,32 @@ def test_export_command_takes_the_targets_layers_where_the_draft_names_none(fold
     assert main(["export", f"{tmp_path}/theirs", "--to", "vllm", *common, f"{tmp_path}/out"]) == 0
     assert json.loads((tmp_path / "out" / "config.json").read_text())["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
     export(str(tmp_path / "theirs"), tmp_path / "again", "vllm", target=f"{folders}/target")
+
+
+@pytest.mark.parametrize("cls", [EagleDraft, GriffinDraft])
+def test_a_draft_of_the_last_hidden_state_needs_only_its_targets_name(folders, tmp_path, cls):
+    target = tiny_target()
+    export(cls.from_target(target), tmp_path / "theirs", "safeailab", target=target)
+    named = ["--target", f"{folders}/target"]
+    assert main(["convert", f"{tmp_path}/theirs", f"{tmp_path}/ours", *named]) == 0
+    ours = AutoDraft.from_pretrained(tmp_path / "ours", target=target)
+    assert type(ours) is cls and ours.config.feature_layers == [8] and ours.config.target["num_hidden_layers"] == 8
+    again = ["export", f"{tmp_path}/theirs", "--to", "safeailab", "--output", f"{tmp_path}/again", *named]
+    assert main(again) == 0
+
+
+def test_convert_refuses_a_target_of_another_depth(folders, tmp_path):
+    for layers, stored in ((4, None), (12, 8)):
+        config = copy.deepcopy(tiny_target().config)
+        config.num_hidden_layers = layers
+        config.save_pretrained(tmp_path / "other")
+        draft = tiny_draft(tiny_target())
+        source = folders / "draft" if stored else tmp_path / "theirs"
+        if not stored:
+            export(draft, source, "vllm", target=tiny_target())
+        with pytest.raises(ValueError, match=f"{layers}"):
+            convert(source, tmp_path / "out", target=str(tmp_path / "other"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_folder_is_no_target_of_a_custom_generate_repository(folders, tmp_path, monkeypatch):
