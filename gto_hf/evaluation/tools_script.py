@@ -20,7 +20,7 @@ from .draw import SUFFIXES, draw_tree
 from .lossless import check
 from .misalignment import misalignment, misalignment_table
 from .prompts import load_questions, spread
-from .script import add_model_arguments, load_models, positive, question_sets, settings, writable
+from .script import add_model_arguments, load_models, positive, question_sets, read_temperatures, settings, writable
 from .trees import parse_trees
 
 
@@ -46,6 +46,9 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
 def run_bench(args: argparse.Namespace) -> str:
     """Measure, print the table and what limits the speed; returns the table."""
     trees = parse_trees(args.trees, "--trees")
+    read_temperatures(str(args.temperature))
+    if not trees:
+        raise ValueError("`--trees` names no tree.")
     if args.max_new_tokens < 2:
         raise ValueError("`--max-new-tokens` must be 2 or more: the first token is the prefill's and needs no draft.")
     writable(args.output)

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import yaml
 from datasets import Dataset, load_dataset
+from datasets.exceptions import DatasetGenerationError
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config
 
 from gto_hf.checkpoints import AutoDraft
@@ -133,11 +134,20 @@ def _parse(parser: TrlParser, argv: list[str] | None) -> tuple:
 
 
 def _load_splits(script_args: ScriptArguments) -> dict[str, Dataset]:
-    """Splits of a Hub dataset, a folder, or one JSON Lines file (as the train split)."""
+    """
+    Splits of a Hub dataset, a folder, or one file (as the train split): Parquet, CSV, or else JSON Lines.
+
+    Raises:
+        ValueError: With the reason that `datasets` hides behind "an error occurred".
+    """
     name = script_args.dataset_name
-    if Path(name).is_file():
-        return load_dataset("json", data_files={script_args.dataset_train_split: name})
-    return load_dataset(name, name=script_args.dataset_config)
+    try:
+        if Path(name).is_file():
+            kind = {".parquet": "parquet", ".csv": "csv"}.get(Path(name).suffix, "json")
+            return load_dataset(kind, data_files={script_args.dataset_train_split: name})
+        return load_dataset(name, name=script_args.dataset_config)
+    except DatasetGenerationError as error:
+        raise ValueError(f"`{name}` could not be read: {error.__cause__ or error}") from error
 
 
 def _fresh_draft(

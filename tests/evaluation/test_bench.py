@@ -121,6 +121,8 @@ def test_the_bench_command_writes_what_it_measured(folders, capsys):
     "command, options, words",
     [
         ("bench decode", ["--trees", "3x3x8,3x3x8"], "twice"),
+        ("bench decode", ["--trees", ""], "names no tree"),
+        ("bench decode", ["--temperature", "nan"], "0 or more"),
         ("bench decode", ["--max-new-tokens", "1"], "2 or more"),
         ("bench decode", ["--output", "/nowhere/at/all.json"], "no folder"),
         ("bench decode", ["--device", "foo"], "--device foo"),
