@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +74,7 @@ def run_bench(args: argparse.Namespace) -> str:
     auto = next(r for r in results if r.name == AUTO)
     fixed = [r for r in results if r.name.startswith("draft, tree")]
     best = max(fixed, key=lambda r: r.tokens_per_second)
-    median = statistics.median(t.total * 1000 for a in auto.answers for t in a.times)
+    median = auto.milliseconds("total")
     print("\n" + table + "\n")
     print(sets_table(results, [question.set for question in questions]) + "\n")
     print(f"{AUTO} over the best fixed one ({best.name}): {paired_ratio(auto, best)}; median round {median:.1f} ms;")
