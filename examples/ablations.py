@@ -17,7 +17,7 @@ from pathlib import Path
 from datasets import Dataset
 
 from gto_hf import AutoDraft, GTOConfig, GTOTrainer
-from gto_hf.data import load_jsonl
+from gto_hf.data import hold_out, load_jsonl
 from gto_hf.quickstart import Budget, load_rows, load_target, shipped_draft
 
 
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> None:
 
     target, tokenizer = load_target(args.target)
     rows = load_jsonl(args.rows) if args.rows else load_rows(target, tokenizer, Budget(), None)
-    split = Dataset.from_list(rows).train_test_split(test_size=max(1, len(rows) // 50), seed=0)
+    train, held = map(Dataset.from_list, hold_out(rows, 0.1))  # no prompt is on both sides
     start = AutoDraft.from_pretrained(args.draft)
     print("| variant | τ per seed | mean | ± |\n|---|---|---|---|")
     for name in args.variants:
@@ -65,8 +65,8 @@ def main(argv: list[str] | None = None) -> None:
                 eval_max_new_tokens=args.new_tokens,
                 **{"save_strategy": "no", "report_to": "none", "report": False, "eval_prompts": 32},
             )
-            draft, held = copy.deepcopy(start), split["test"]
-            trainer = GTOTrainer(draft, target, config, None, split["train"], held, processing_class=tokenizer)
+            draft = copy.deepcopy(start)
+            trainer = GTOTrainer(draft, target, config, None, train, held, processing_class=tokenizer)
             trainer.train()
             taus.append(trainer.evaluate()["eval_tau"])
         spread = statistics.stdev(taus) if len(taus) > 1 else float("nan")

@@ -9,6 +9,7 @@ Below the answer stand the running acceptance length τ and the number of target
 """
 
 import argparse
+from contextlib import suppress
 
 import torch
 from rich.console import Console, Group
@@ -60,15 +61,18 @@ def main(argv: list[str] | None = None) -> None:
     draft = AutoDraft.from_pretrained(args.draft, target=target, dtype=target.dtype)
     sampling = {"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False}
     console, messages = Console(), []
-    console.print("[green]accepted from the draft[/], [bold blue]the target's own[/]; an empty line ends the chat")
-    while said := console.input("[bold]> [/]").strip():
-        messages.append({"role": "user", "content": said})
-        ids = torch.tensor([render_prompt(tokenizer, messages)], device=target.device)
-        with record_rounds() as recorder, Live(console=console, auto_refresh=False) as live:
-            streamer = Colours(tokenizer, recorder.rounds, live, ids.shape[1])
-            options = {"max_new_tokens": args.max_new_tokens, "streamer": streamer, **sampling}
-            target.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=draft, **options)
-        messages.append({"role": "assistant", "content": streamer.text.plain})
+    console.print(
+        "[green]accepted from the draft[/], [bold blue]the target's own[/]; an empty line or Ctrl-D ends the chat"
+    )
+    with suppress(EOFError, KeyboardInterrupt):
+        while said := console.input("[bold]> [/]").strip():
+            messages.append({"role": "user", "content": said})
+            ids = torch.tensor([render_prompt(tokenizer, messages)], device=target.device)
+            with record_rounds() as recorder, Live(console=console, auto_refresh=False) as live:
+                streamer = Colours(tokenizer, recorder.rounds, live, ids.shape[1])
+                options = {"max_new_tokens": args.max_new_tokens, "streamer": streamer, **sampling}
+                target.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=draft, **options)
+            messages.append({"role": "assistant", "content": streamer.text.plain})
 
 
 if __name__ == "__main__":

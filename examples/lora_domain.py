@@ -18,7 +18,7 @@ from datasets import Dataset
 from peft import LoraConfig
 
 from gto_hf import AutoDraft, GTOConfig, GTOTrainer
-from gto_hf.data import load_jsonl, training_rows
+from gto_hf.data import hold_out, load_jsonl, training_rows
 from gto_hf.quickstart import load_target, shipped_draft
 
 
@@ -42,8 +42,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
 
     target, tokenizer = load_target(args.target)
-    rows = Dataset.from_list(maths(tokenizer) if args.rows is None else load_jsonl(args.rows))
-    split = rows.train_test_split(test_size=max(1, len(rows) // 20), seed=0)
+    rows = maths(tokenizer) if args.rows is None else load_jsonl(args.rows)
+    train, test = map(Dataset.from_list, hold_out(rows))  # by question
     config = GTOConfig(
         str(args.output),
         gto_weight=args.gto_weight,
@@ -60,8 +60,8 @@ def main(argv: list[str] | None = None) -> None:
         AutoDraft.from_pretrained(args.draft),
         target,
         config,
-        train_dataset=split["train"],
-        eval_dataset=split["test"],
+        train_dataset=train,
+        eval_dataset=test,
         processing_class=tokenizer,
         peft_config=LoraConfig(r=16, lora_alpha=32),
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 from datasets import Dataset
 
 from gto_hf import Eagle3Draft, GTOConfig, GTOTrainer, TreeConfig, check
-from gto_hf.data import dataset_token_counts, load_jsonl, regenerate
+from gto_hf.data import dataset_token_counts, hold_out, load_jsonl, regenerate
 from gto_hf.quickstart import load_target
 from gto_hf.target import text_config
 
@@ -42,8 +42,8 @@ def main(argv: list[str] | None = None) -> None:
         answers=args.answers,
         max_new_tokens=args.max_new_tokens,
     )
-    rows = Dataset.from_list([{key: row[key] for key in ("input_ids", "labels")} for row in rows])
-    split = rows.train_test_split(test_size=max(1, len(rows) // 20), seed=0)
+    rows = [{key: row[key] for key in ("input_ids", "labels")} for row in rows]
+    train, test = map(Dataset.from_list, hold_out(rows))  # by chat: several answers to one stay together
 
     vocab = text_config(target).vocab_size
     draft = Eagle3Draft.from_target(
@@ -61,14 +61,12 @@ def main(argv: list[str] | None = None) -> None:
         config = GTOConfig(
             str(args.output / name), per_device_train_batch_size=4, max_length=1024, report_to="none", **options
         )
-        trainer = GTOTrainer(
-            draft, target, config, train_dataset=split["train"], eval_dataset=split["test"], processing_class=tokenizer
-        )
+        trainer = GTOTrainer(draft, target, config, train_dataset=train, eval_dataset=test, processing_class=tokenizer)
         trainer.train()
         trainer.save_model()
         print(f"{name}: acceptance length on chats it has not seen: {trainer.evaluate()['eval_tau']:.2f}")
-    held = [[i for i, y in zip(r["input_ids"], r["labels"], strict=True) if y == -100] for r in split["test"]]
-    check(target, draft, full=True, prompts=[ids for ids in held if ids][:4])
+    held = [tuple(i for i, y in zip(r["input_ids"], r["labels"], strict=True) if y == -100) for r in test]
+    check(target, draft, full=True, prompts=[ids for ids in dict.fromkeys(held) if ids][:4])
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import types
 import pytest
 import torch
 import yaml
+from datasets import Dataset
 
 import gto_hf
 from gto_hf import console
@@ -174,6 +175,21 @@ def test_a_split_that_is_missing_is_named_with_those_that_exist(folder, tmp_path
     assert main([*common, "--eval_strategy", "steps"]) == 1
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert "no split `test`, but train" in last and "--dataset_test_split" in last
+
+
+def test_training_data_that_cannot_be_read_says_why(folder, tmp_path, capsys):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a"\n')
+    common = ["train", "--config", str(folder / "run.yaml"), "--output_dir", str(tmp_path / "out")]
+    assert main([*common, "--dataset_name", str(rows)]) == 1
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith("gto-hf: error: ") and str(rows) in last and "JSON" in last
+
+
+def test_a_parquet_file_is_training_data(folder, tmp_path, capsys):
+    Dataset.from_json(str(folder / "rows.jsonl")).to_parquet(tmp_path / "rows.parquet")
+    common = ["train", "--config", str(folder / "run.yaml"), "--output_dir", str(tmp_path / "out")]
+    assert main([*common, "--dataset_name", str(tmp_path / "rows.parquet")]) == 0
 
 
 @pytest.mark.slow

@@ -254,6 +254,8 @@ def limits_line(result: SystemResult, plain: SystemResult) -> str:
     """In plain words, what keeps a system from being faster."""
     step = 1000 * sum(a.seconds for a in plain.answers) / max(sum(len(a.tokens) for a in plain.answers), 1)
     total, tau = result.milliseconds("total"), result.tau_micro
+    if math.isnan(total):
+        return f"{result.name}: every answer ended within the prefill, so no round was timed."
     parts = {
         "the larger target forward": result.milliseconds("target") - step,
         "the draft": result.milliseconds("draft"),

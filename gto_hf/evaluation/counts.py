@@ -152,7 +152,8 @@ class Counts:
     @property
     def tokens_per_second_after_prefill(self) -> float:
         """Tokens after the first ones, by the seconds after them; NaN if nothing came after."""
-        return _ratio(self.tokens - self.first_tokens, self.seconds - self.first_seconds)
+        after = self.tokens - self.first_tokens
+        return after / (self.seconds - self.first_seconds) if after else NAN
 
     def figures(self) -> dict[str, Any]:
         """Every ratio that needs no other system, by name; None where there is nothing to divide by."""

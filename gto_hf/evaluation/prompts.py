@@ -82,15 +82,14 @@ def load_set(name: str | PathLike, *, limit: int | None = None, **hub: Any) -> Q
     Raises:
         ValueError: If there is no such set; names set and row of a question that cannot be read.
     """
-    label, separator, path = str(name).partition("=")
-    if not separator:
-        label, path = str(name), ""
-    if label in ("own", *OWN_SETS) and not separator:
+    named, path = split_name(str(name))
+    label = named or path
+    if label in ("own", *OWN_SETS) and not named:
         text = (files("gto_hf") / "assets" / "questions.jsonl").read_text(encoding="utf-8")
         rows = [row for row in map(json.loads, text.splitlines()) if label in ("own", row["set"])]
         source = "this package"
-    elif separator or Path(label).exists():
-        rows, source, label = _local(label, path or label, separator)
+    elif named or Path(path).is_file() or (Path(path).exists() and label not in PUBLIC_SETS):
+        rows, source, label = _local(label, path, named)
     elif label in PUBLIC_SETS:
         rows, source = public_rows(label, **hub)
     elif "/" not in label or label.endswith((".json", ".jsonl")):
@@ -104,6 +103,18 @@ def load_set(name: str | PathLike, *, limit: int | None = None, **hub: Any) -> Q
     if not questions:
         raise ValueError(f"The question set `{name}` is empty.")
     return QuestionSet(label, questions[:limit], source)
+
+
+def split_name(text: str) -> tuple[str, str]:
+    """
+    `"NAME=PATH"` to `(NAME, PATH)`, a path alone to `("", path)`.
+
+    Paths may hold an equals sign too (`runs/lr=1e-4`): what exists on disk decides, else the last one parts the two.
+    """
+    if "=" not in text or Path(text).exists():
+        return "", text
+    pairs = [(text[:at], text[at + 1 :]) for at, sign in enumerate(text) if sign == "="]
+    return next(((name, path) for name, path in pairs if path and Path(path).exists()), pairs[-1])
 
 
 def load_questions(name: str | PathLike, *, limit: int | None = None, **hub: Any) -> list[Question]:

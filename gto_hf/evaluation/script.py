@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import platform
 from pathlib import Path
@@ -19,7 +20,7 @@ from gto_hf.target import find_device, weights_hash
 
 from .bench import System
 from .plots import check_matplotlib, write_plots
-from .prompts import Question, load_set, prompts_hash, spread
+from .prompts import Question, load_set, prompts_hash, split_name, spread
 from .report import summarize, write_report
 from .runs import SystemRun, agreement
 from .session import Detail, measure
@@ -99,7 +100,7 @@ def run(args: argparse.Namespace) -> list[SystemRun]:
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     drafts = {}
     for entry in args.draft:
-        name, _, path = entry.rpartition("=")
+        name, path = split_name(entry)
         if (name or path) in drafts:
             raise ValueError(f"`--draft` names `{name or path}` twice. Name drafts with `--draft NAME=PATH`.")
         drafts[name or path] = AutoDraft.from_pretrained(path, target=target, dtype=dtype).to(device)
@@ -113,7 +114,7 @@ def run(args: argparse.Namespace) -> list[SystemRun]:
     if folder is None:
         runs = measure(target, tokenizer, questions, systems, detail=detail, **options)
     else:
-        same = identity(args, facts, systems, target, detail)
+        same = identity(args, facts, systems, target, tokenizer, detail)
         with AnswerFile(folder / "answers.jsonl", same) as file:
             runs = measure(target, tokenizer, questions, systems, detail=detail, file=file, **options)
     finish(args, folder, runs, facts, [str(each) for each in sets])
@@ -161,13 +162,18 @@ def read_temperatures(text: str) -> tuple[float, ...]:
         found = tuple(float(part) for part in text.split(","))
     except ValueError as error:
         raise ValueError(f"`--temperature {text}`: give numbers, comma-separated, such as 0,1.") from error
-    if min(found) < 0 or len(set(found)) < len(found):
+    if not all(0 <= value < float("inf") for value in found) or len(set(found)) < len(found):
         raise ValueError(f"`--temperature {text}`: temperatures are 0 or more, each once.")
     return found
 
 
 def identity(
-    args: argparse.Namespace, facts: dict[str, Any], systems: list[System], target: Any, detail: Detail
+    args: argparse.Namespace,
+    facts: dict[str, Any],
+    systems: list[System],
+    target: Any,
+    tokenizer: Any,
+    detail: Detail,
 ) -> dict[str, Any]:
     """What answers of an interrupted run must share with those to come: all that changes a text or a second."""
     models = {s.name: s.kwargs["assistant_model"] for s in systems if s.kwargs.get("assistant_model") is not None}
@@ -176,6 +182,13 @@ def identity(
         "temperatures": args.temperature,
         "systems": {system.name: describe(system) for system in systems},
         "weights": {"target": weights_hash(target), **{name: weights_hash(model) for name, model in models.items()}},
+        # Both lie beside the weights and are edited by hand: one makes the prompts, the other the processors and ends.
+        "chat template": hashlib.sha256(repr(tokenizer.chat_template).encode()).hexdigest()[:12],
+        "generation config": {
+            name: value
+            for name, value in target.generation_config.to_diff_dict().items()
+            if name != "transformers_version"
+        },
         "details": detail.trees,
     }
 

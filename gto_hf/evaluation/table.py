@@ -26,8 +26,10 @@ def results_table(runs: list[SystemRun]) -> str:
             run.name,
             f"{run.tokens_per_second:.1f}",
             f"{run.speedup(base):.2f}",
-            f"{run.tau_macro:.2f}" if drafted else "1.00",
-            f"{run.tau_micro:.2f}" if drafted else "1.00",
+            *(
+                "1.00" if not drafted else "-" if tau != tau else f"{tau:.2f}"
+                for tau in (run.tau_macro, run.tau_micro)
+            ),
             f"{100 * run.repetition():.0f} %",
             f"{run.identical(base)} of {len(run.answers)}" if drafted else "-",
         ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from .draw import SUFFIXES, draw_tree
 from .lossless import check
 from .misalignment import misalignment, misalignment_table
 from .prompts import load_questions, spread
-from .script import add_model_arguments, load_models, positive, question_sets, settings, writable
+from .script import add_model_arguments, load_models, positive, question_sets, read_temperatures, settings, writable
 from .trees import parse_trees
 
 
@@ -46,6 +45,9 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
 def run_bench(args: argparse.Namespace) -> str:
     """Measure, print the table and what limits the speed; returns the table."""
     trees = parse_trees(args.trees, "--trees")
+    read_temperatures(str(args.temperature))
+    if not trees:
+        raise ValueError("`--trees` names no tree.")
     if args.max_new_tokens < 2:
         raise ValueError("`--max-new-tokens` must be 2 or more: the first token is the prefill's and needs no draft.")
     writable(args.output)
@@ -72,7 +74,7 @@ def run_bench(args: argparse.Namespace) -> str:
     auto = next(r for r in results if r.name == AUTO)
     fixed = [r for r in results if r.name.startswith("draft, tree")]
     best = max(fixed, key=lambda r: r.tokens_per_second)
-    median = statistics.median(t.total * 1000 for a in auto.answers for t in a.times)
+    median = auto.milliseconds("total")
     print("\n" + table + "\n")
     print(sets_table(results, [question.set for question in questions]) + "\n")
     print(f"{AUTO} over the best fixed one ({best.name}): {paired_ratio(auto, best)}; median round {median:.1f} ms;")

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from gto_hf.drafts import DraftConfig, Eagle3Draft
+from gto_hf.drafts import DRAFTS, DraftConfig, FeatureDraft
 from gto_hf.gto.token_loss import LOSS_ELEMENTS
-from gto_hf.target import default_feature_layers, text_config
+from gto_hf.target import text_config
 from gto_hf.tree import TreeConfig
 
 from .gto_config import GTOConfig
@@ -56,6 +56,7 @@ class Sizes:
             steps of the token loss.
         tree (`TreeConfig`): Of training. roots (`int`): Roots per row, K · m; 0 without trees.
         score_nodes (`int`): Nodes of one target forward. element (`int`): Bytes per number of the target.
+        features (`int`, *optional*, defaults to 3): Layers of the target that the draft reads.
     """
 
     target: int
@@ -72,6 +73,7 @@ class Sizes:
     roots: int
     score_nodes: int
     element: int
+    features: int = 3
 
     def memory(self) -> dict[str, int]:
         """Bytes on one device that holds everything, without activations of the draft's layer."""
@@ -80,7 +82,7 @@ class Sizes:
         found = {
             "target": size * self.target,
             "draft, gradient and Adam": 16 * self.draft,
-            "features of three layers": 3 * size * text * self.hidden,
+            "features of the target's layers": self.features * size * text * self.hidden,
             "last hidden states": size * text * self.hidden,
             "draft logits of the loss": 20 * min(LOSS_ELEMENTS, self.steps * text * self.draft_vocab),
         }
@@ -121,13 +123,15 @@ def sizes_of(config: PreTrainedConfig, draft: DraftConfig, args: GTOConfig) -> S
     """Sizes of a target and a draft by their configs; also checks that trees can be scored on the target."""
     with torch.device("meta"):
         target = AutoModelForCausalLM.from_config(config).eval()
-        drafted = sum(parameter.numel() for parameter in Eagle3Draft(draft).parameters())
+        drafted = sum(parameter.numel() for parameter in DRAFTS[draft.draft_type](draft).parameters())
     tree = args.tree(TreeConfig(**draft.tree))
     check_target_for_training(target, tree, args)
     text = text_config(target)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    dtype = str((args.target_model_init_kwargs or {}).get("dtype", "float32")).removeprefix("torch.")
+    dtype = str((args.target_model_init_kwargs or {}).get("dtype") or "auto").removeprefix("torch.")
+    if dtype == "auto":  # what `from_pretrained` does when nothing is asked for: as the checkpoint says
+        dtype = str(getattr(config, "dtype", None) or text.dtype or torch.float32).removeprefix("torch.")
     return Sizes(
         target=sum(parameter.numel() for parameter in target.parameters()),
         draft=drafted,
@@ -143,23 +147,30 @@ def sizes_of(config: PreTrainedConfig, draft: DraftConfig, args: GTOConfig) -> S
         roots=args.num_groups * args.group_size if args.gto_weight > 0 else 0,
         score_nodes=args.score_nodes,
         element=2 if dtype in ("bfloat16", "float16") else 4,
+        features=len(draft.feature_layers or ()),
     )
 
 
-def draft_config(path: str | None, target: PreTrainedConfig, draft_vocab_size: int) -> tuple[DraftConfig, str]:
+def fresh_vocab(draft_type: str, asked: int | None, vocab: int) -> int:
+    """Tokens that a fresh draft can say: what is asked for, else 32,000, or all where the head is the target's own."""
+    return min(asked or (vocab if DRAFTS[draft_type].predicts_features else 32000), vocab)
+
+
+def draft_config(
+    path: str | None, target: PreTrainedConfig, draft_vocab_size: int | None = None, draft_type: str = "eagle3"
+) -> tuple[DraftConfig, str]:
     """
-    An EAGLE-3 draft's config, and where its sizes come from.
+    A draft's config, and where its sizes come from.
 
     Args:
         path (`str`, *optional*): Folder or Hub id of the draft; None makes a fresh one.
-        target (`PreTrainedConfig`): Config of the target. draft_vocab_size (`int`): Of a fresh or unseen draft.
+        target (`PreTrainedConfig`): Config of the target. draft_vocab_size (`int`, *optional*), draft_type (`str`,
+            *optional*): Of a fresh or unseen draft, as for training.
 
     Raises:
         ValueError: If a folder's draft is made for other sizes than the target's.
     """
     source = target.get_text_config()
-    vocab = min(draft_vocab_size, source.vocab_size)
-    said = f"shaped like the target, {vocab} tokens"
     file = Path(path or "") / "config.json"
     stored: dict[str, Any] = {}
     if path is not None and file.is_file():
@@ -170,11 +181,20 @@ def draft_config(path: str | None, target: PreTrainedConfig, draft_vocab_size: i
                     f"The draft `{path}` has `{name}={stored[name]}`, but the target has {mine}. Name the target that "
                     "it was made for."
                 )
+        if stored.get("draft_type") in DRAFTS:  # saved by this package: the config says everything
+            return DraftConfig(**stored), f"as {file} says"
+    cls = DRAFTS[draft_type]
+    if not issubclass(cls, FeatureDraft):
+        raise ValueError(f"`--plan` cannot size a draft of type `{draft_type}` that is not here.")
+    vocab = fresh_vocab(draft_type, draft_vocab_size, source.vocab_size)
+    said = f"`{draft_type}`, shaped like the target, {vocab} tokens"
+    if stored:
         vocab, said = stored.get("draft_vocab_size") or source.vocab_size, f"as {file} says"
     elif path is not None:
         said += "; the draft itself has not been looked at"
     heads = source.num_attention_heads
     fields = {
+        "draft_type": draft_type,
         "vocab_size": source.vocab_size,
         "draft_vocab_size": vocab,
         "target_hidden_size": source.hidden_size,
@@ -183,22 +203,29 @@ def draft_config(path: str | None, target: PreTrainedConfig, draft_vocab_size: i
         "num_attention_heads": heads,
         "num_key_value_heads": getattr(source, "num_key_value_heads", None) or heads,
         "head_dim": getattr(source, "head_dim", None) or source.hidden_size // heads,
-        "feature_layers": default_feature_layers(source.num_hidden_layers),
+        "feature_layers": cls.default_layers(source.num_hidden_layers),
     }
     own = {name: stored[name] for name in (*fields, "own_embeddings", "tree") if stored.get(name) is not None}
     return DraftConfig(**{**fields, **own}), said
 
 
 def plan_text(
-    args: GTOConfig, target: str, draft: str | None, draft_vocab_size: int, dataset: str, devices: int = 8
+    args: GTOConfig,
+    target: str,
+    draft: str | None,
+    draft_vocab_size: int | None,
+    dataset: str,
+    devices: int = 8,
+    draft_type: str = "eagle3",
 ) -> str:
     """
     What a run will need, after everything but the weights was checked.
 
     Args:
         args ([`GTOConfig`]): The run's. target (`str`), draft (`str`, *optional*): Folders or Hub ids.
-        draft_vocab_size (`int`): Of a draft that is fresh or not here. dataset (`str`): Folder, file or Hub id.
-        devices (`int`, *optional*, defaults to `8`): What the splitting configurations split over.
+        draft_vocab_size (`int`, *optional*), draft_type (`str`, *optional*): Of a draft that is fresh or not here.
+        dataset (`str`): Folder, file or Hub id. devices (`int`, *optional*, defaults to `8`): What the splitting
+            configurations split over.
 
     Raises:
         ValueError: For everything that would stop the run before its first step and can be seen without weights.
@@ -206,7 +233,7 @@ def plan_text(
     if args.max_length is None:
         raise ValueError("`max_length=None`: a plan needs the longest row, in tokens.")
     config = target_config(target)
-    draft_shape, said = draft_config(draft, config, draft_vocab_size)
+    draft_shape, said = draft_config(draft, config, draft_vocab_size, draft_type)
     sizes = sizes_of(config, draft_shape, args)
     rows, counted = _rows(dataset)
     epochs_rows = rows * args.num_train_epochs
@@ -249,4 +276,5 @@ def _rows(dataset: str) -> tuple[int, str]:
         with open(dataset, "rb") as file:
             rows = sum(bool(line.strip()) for line in file)
         return rows, f"{rows} rows"
-    return SHAREGPT_ROWS, f"not here; {SHAREGPT_ROWS} rows assumed (ShareGPT)"
+    found = "a folder, not counted" if Path(dataset).is_dir() else "not here"
+    return SHAREGPT_ROWS, f"{found}; {SHAREGPT_ROWS} rows assumed (ShareGPT)"

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import yaml
 from datasets import Dataset, load_dataset
+from datasets.exceptions import DatasetGenerationError
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config
 
 from gto_hf.checkpoints import AutoDraft
@@ -30,7 +31,7 @@ from gto_hf.target import text_config
 from .gto_config import GTOConfig
 from .gto_trainer import GTOTrainer
 from .load import load_target, load_tokenizer
-from .plan import PlanArguments, plan_text
+from .plan import PlanArguments, fresh_vocab, plan_text
 
 
 FRESH_TYPES = tuple(kind for kind, cls in DRAFTS.items() if issubclass(cls, FeatureDraft))
@@ -39,7 +40,7 @@ FRESH_TYPES = tuple(kind for kind, cls in DRAFTS.items() if issubclass(cls, Feat
 @dataclass
 class DraftArguments:
     """
-    Arguments of a fresh draft; not read when `--model_name_or_path` names one.
+    Arguments of a fresh draft; not read when `--model_name_or_path` names one (but by `--plan`, if that one is not here).
 
     Args:
         draft_vocab_size (`int`, *optional*):
@@ -79,8 +80,8 @@ def main(argv: list[str] | None = None) -> None:
     if plan_args.plan:
         if args.target_model_name_or_path is None:
             parser.error("--plan needs --target_model_name_or_path")
-        size = draft_args.draft_vocab_size
-        print(plan_text(args, args.target_model_name_or_path, model_args.model_name_or_path, size, name))
+        named, fresh = model_args.model_name_or_path, (draft_args.draft_vocab_size, draft_args.draft_type)
+        print(plan_text(args, args.target_model_name_or_path, named, fresh[0], name, draft_type=fresh[1]))
         return
     if name.endswith((".json", ".jsonl")) and not Path(name).is_file():
         parser.error(f"--dataset_name: there is no file {name}")
@@ -133,11 +134,20 @@ def _parse(parser: TrlParser, argv: list[str] | None) -> tuple:
 
 
 def _load_splits(script_args: ScriptArguments) -> dict[str, Dataset]:
-    """Splits of a Hub dataset, a folder, or one JSON Lines file (as the train split)."""
+    """
+    Splits of a Hub dataset, a folder, or one file (as the train split): Parquet, CSV, or else JSON Lines.
+
+    Raises:
+        ValueError: With the reason that `datasets` hides behind "an error occurred".
+    """
     name = script_args.dataset_name
-    if Path(name).is_file():
-        return load_dataset("json", data_files={script_args.dataset_train_split: name})
-    return load_dataset(name, name=script_args.dataset_config)
+    try:
+        if Path(name).is_file():
+            kind = {".parquet": "parquet", ".csv": "csv"}.get(Path(name).suffix, "json")
+            return load_dataset(kind, data_files={script_args.dataset_train_split: name})
+        return load_dataset(name, name=script_args.dataset_config)
+    except DatasetGenerationError as error:
+        raise ValueError(f"`{name}` could not be read: {error.__cause__ or error}") from error
 
 
 def _fresh_draft(
@@ -146,6 +156,5 @@ def _fresh_draft(
     """A draft shaped like the target, with the training data's most frequent tokens."""
     vocab = text_config(target).vocab_size
     counts = dataset_token_counts(dataset, tokenizer, vocab, text_field=text_field)
-    cls = DRAFTS[args.draft_type]
-    size = min(args.draft_vocab_size or (vocab if cls.predicts_features else 32000), vocab)
-    return cls.from_target(target, draft_vocab_size=size, token_counts=counts, tokenizer=tokenizer)
+    size = fresh_vocab(args.draft_type, args.draft_vocab_size, vocab)
+    return DRAFTS[args.draft_type].from_target(target, draft_vocab_size=size, token_counts=counts, tokenizer=tokenizer)

@@ -60,6 +60,7 @@ def test_the_line_on_limits_names_the_largest_cost():
     assert "2.30 plain tokens" in line and "the draft (100.0 ms)" in line and "slower than plain" in line
     times = [RoundTimes(target=0.15, draft=0.01, processors=0.0, total=0.165)]
     assert "the larger target forward (50.0 ms)" in limits_line(result("draft", [0.5], times=times), plain)
+    assert "ended within the prefill" in limits_line(result("draft", [0.5]), plain)
 
 
 def test_every_system_answers_every_prompt_with_the_same_text_and_the_draft_keeps_its_tree():
@@ -121,6 +122,8 @@ def test_the_bench_command_writes_what_it_measured(folders, capsys):
     "command, options, words",
     [
         ("bench decode", ["--trees", "3x3x8,3x3x8"], "twice"),
+        ("bench decode", ["--trees", ""], "names no tree"),
+        ("bench decode", ["--temperature", "nan"], "0 or more"),
         ("bench decode", ["--max-new-tokens", "1"], "2 or more"),
         ("bench decode", ["--output", "/nowhere/at/all.json"], "no folder"),
         ("bench decode", ["--device", "foo"], "--device foo"),

@@ -58,6 +58,7 @@ def test_the_edge_rules_by_hand():
     assert total.tau_without_bonus == pytest.approx(6 / 4)
     assert total.tokens_per_second == pytest.approx(12 / 3)
     assert total.tokens_per_second_after_prefill == pytest.approx(9 / 2.25)
+    assert math.isnan(ended_at_once.tokens_per_second_after_prefill)
 
 
 def test_sums_merge_in_any_order_and_survive_json():

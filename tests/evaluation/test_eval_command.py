@@ -3,18 +3,21 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 
 from gto_hf import TreeConfig
 from gto_hf.cli import main
-from gto_hf.evaluation import session
+from gto_hf.evaluation import load_set, session
 from gto_hf.evaluation.plots import check_matplotlib
+from gto_hf.evaluation.prompts import split_name
 from gto_hf.evaluation.systems import Baseline, load_dflash, parse_baselines
 from tests.tiny import tiny_draft, tiny_target, tiny_tokenizer
 
@@ -155,6 +158,55 @@ def test_answers_of_other_settings_are_not_mixed(models, tmp_path, capsys, chang
 
 
 @pytest.mark.parametrize(
+    "name, change, words",
+    [
+        ("generation_config.json", {"repetition_penalty": 1.3}, "`generation config` was"),
+        ("tokenizer_config.json", {"chat_template": "{{ messages[-1].content }}!"}, "`chat template` was"),
+    ],
+)
+def test_files_beside_the_weights_are_settings_too(models, tmp_path, capsys, name, change, words):
+    target, out = tmp_path / "target", tmp_path / "results"
+    shutil.copytree(models / "target", target)
+    (target / "chat_template.jinja").unlink(missing_ok=True)
+    options = ["--no-plots", "--no-details", "--questions", "1", "--target", str(target)]
+    assert main(command(models, out, *options, tokens=2)) == 0
+    file = target / name
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    assert main(command(models, out, *options, tokens=2)) == 1
+    assert words in capsys.readouterr().err
+
+
+def test_answers_of_one_token_have_no_speed_after_the_prefill(models, tmp_path, capsys):
+    out = tmp_path / "results"
+    assert main(command(models, out, "--baseline", "prompt-lookup:3", tokens=1)) == 0
+    for result in json.loads((out / "results.json").read_text())["results"]:
+        assert result["figures"]["speedup"] > 0 and result["figures"]["speedup_after_prefill"] is None
+        assert result["figures"]["tau_macro"] is None
+    assert "nan" not in (out / "results.md").read_text() and "nan" not in capsys.readouterr().out
+
+
+def test_a_path_may_hold_an_equals_sign(models, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = Path("lr=1")
+    shutil.copytree(models / "draft", folder / "draft")
+    shutil.copy(models / "one.jsonl", folder / "q.jsonl")
+    assert split_name("lr=1/draft") == ("", "lr=1/draft")
+    assert split_name("mine=lr=1/draft") == ("mine", "lr=1/draft")
+    assert split_name("a=b=lr=1/draft") == ("a=b", "lr=1/draft")
+    assert split_name("name=org/draft") == ("name", "org/draft") and split_name("org/draft") == ("", "org/draft")
+    assert load_set("lr=1/q.jsonl").name == "q" and load_set("gsm8k=lr=1/q.jsonl").name == "gsm8k"
+    options = ["eval", "--target", f"{models}/target", "--dtype", "float32", "--max-new-tokens", "2"]
+    assert main([*options, "--draft", "lr=1/draft", "--sets", "lr=1/q.jsonl"]) == 0
+
+
+def test_a_folder_does_not_hide_a_set_of_its_name(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    Path("gsm8k").mkdir()
+    monkeypatch.setattr("gto_hf.evaluation.prompts.public_rows", lambda name: ([{"turns": ["a"]}], "the Hub"))
+    assert load_set("gsm8k").source == "the Hub"
+
+
+@pytest.mark.parametrize(
     "options, words",
     [
         (["--baseline", "medusa"], "`--baseline medusa` is none of: plain, prompt-lookup"),
@@ -165,6 +217,7 @@ def test_answers_of_other_settings_are_not_mixed(models, tmp_path, capsys, chang
         (["--tree-sizes", "2x2x4,2x2x4"], "twice"),
         (["--temperature", "0,x"], "give numbers"),
         (["--temperature", "-1"], "0 or more"),
+        (["--temperature", "0,nan"], "0 or more"),
         (["--sets", "mt-bench=/nowhere.jsonl"], "no file `/nowhere.jsonl`"),
         (["--draft", "d=/nowhere"], "`--draft` names `d` twice"),
         (["--draft", "plain generate={models}/draft"], "Two systems are called plain generate"),

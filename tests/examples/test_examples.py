@@ -68,7 +68,7 @@ def test_training_on_chats_ends_with_a_draft_that_is_ready(models, example, tmp_
     out = capsys.readouterr().out
     taus = re.findall(r"(phase\d): acceptance length on chats it has not seen: (\d\.\d\d)", out)
     assert [name for name, _ in taus] == ["phase1", "phase2"] and all(float(tau) >= 1 for _, tau in taus)
-    assert "1 of 1 texts identical" in out and "ready to use" in out
+    assert "1 of 1 texts identical" in out and "ready to use" in out  # one chat of four, however many answers
     assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 12
     assert gto_hf.AutoDraft.from_pretrained(tmp_path / "phase2").config.draft_vocab_size == 64
 
@@ -109,8 +109,14 @@ def test_a_batch_answers_every_prompt_as_it_is_answered_alone(models, example, c
 
 def test_a_chat_is_coloured_by_who_wrote_it(models, example, monkeypatch, capsys):
     module = example("chat")
-    said = iter(["ABCDE", "FGH", ""])
-    monkeypatch.setattr(module.Console, "input", lambda self, prompt: next(said))
+    said = iter(["ABCDE", "FGH"])
+
+    def asked(self, prompt):
+        for text in said:
+            return text
+        raise EOFError  # Ctrl-D ends the chat
+
+    monkeypatch.setattr(module.Console, "input", asked)
     shown = []
     monkeypatch.setattr(module.Live, "update", lambda self, renderable, refresh: shown.append(renderable))
     module.main(["--target", str(models / "target"), "--draft", str(models / "draft"), "--max-new-tokens", "20"])

@@ -6,11 +6,14 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
-from gto_hf import GTOConfig, TreeConfig
+from gto_hf import CausalLMDraft, GTOConfig, TreeConfig
 from gto_hf.cli import main
-from gto_hf.trainer.plan import GIB, Sizes, draft_config, plan_text, sizes_of
+from gto_hf.drafts import DRAFTS
+from gto_hf.trainer.plan import GIB, Sizes, draft_config, fresh_vocab, plan_text, sizes_of
+from gto_hf.trainer.script import FRESH_TYPES
 from gto_hf.trainer.shapes import KNOWN_TARGETS, target_config
 from tests.tiny import tiny_draft, tiny_target
 
@@ -46,6 +49,8 @@ def test_a_recipe_can_be_planned_without_weights(path, capsys):
     out = capsys.readouterr().out
     assert "depth 8, top-k 10, 59 nodes; 128 roots per row" in out and "Not looked at: weights, data" in out
     assert "170000 on 1, 21250 on 8" in out
+    kind = {"hass": "eagle", "griffin": "griffin"}.get(path.stem.rpartition("-")[2], "eagle3")
+    assert f"`{kind}`, shaped like the target" in out
     if "Table 1" in path.read_text():  # the page quotes these
         page = (path.parents[2] / "docs" / "reproduce.md").read_text()
         whole, split = (re.search(rf"{name}.yaml: ([\d.]+)", out)[1] for name in ("ddp", "zero3"))
@@ -83,6 +88,31 @@ def test_sizes_are_those_of_the_real_models(tmp_path):
     rows.write_text('{"a": 1}\n\n{"a": 2}\n')
     text = plan_text(args, str(tmp_path / "target"), str(tmp_path / "draft"), 32000, str(rows))
     assert "2 rows" in text and text.endswith("Not looked at: weights")
+    # Without a dtype, `from_pretrained` takes the checkpoint's, and so does the plan.
+    half = target_config(str(tmp_path / "target"))
+    half.dtype = torch.bfloat16
+    assert sizes_of(half, shape, args).element == 2
+    assert "a folder, not counted; 68000 rows" in plan_text(args, str(tmp_path / "target"), None, None, str(tmp_path))
+
+
+@pytest.mark.parametrize("kind", [*FRESH_TYPES, "causal_lm"])
+def test_a_plan_counts_the_type_of_draft_that_is_trained(kind, tmp_path):
+    target = tiny_target("llama")
+    if kind == "causal_lm":
+        real = CausalLMDraft(tiny_target("llama", seed=3), target=target)
+    else:
+        real = DRAFTS[kind].from_target(target)
+        fresh, said = draft_config(None, target.config, None, kind)
+        assert f"`{kind}`" in said and fresh.draft_vocab_size == fresh_vocab(kind, None, target.config.vocab_size)
+        args = GTOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none", max_length=100)
+        assert sizes_of(target.config, fresh, args).draft == sum(p.numel() for p in real.parameters())
+    real.save_pretrained(tmp_path / "draft")
+    args = GTOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none", max_length=100)
+    shape, _ = draft_config(str(tmp_path / "draft"), target.config)
+    sizes = sizes_of(target.config, shape, args)
+    assert shape.draft_type == kind
+    assert sizes.draft == sum(p.numel() for p in real.parameters())
+    assert sizes.features == {"eagle3": 3, "causal_lm": 0}.get(kind, 1)
 
 
 def test_known_shapes_have_the_published_numbers_of_parameters():
