@@ -264,10 +264,10 @@ class DraftModel(PreTrainedModel):
             target (`PreTrainedModel`): The target.
             tokenizer (`PreTrainedTokenizerBase`, *optional*): The target's, as in [`check_target`]; its hash is remembered.
         """
-        embedding = unwrap(target).get_input_embeddings()
-        if self._borrowed.module is not embedding:
+        embedding, rows = unwrap(target).get_input_embeddings(), text_config(target).vocab_size
+        if self._borrowed.module is not embedding or rows != self.config.vocab_size:  # resizing keeps the module
             self.check_target(target, tokenizer)
-            fit_vocabulary(self, text_config(target).vocab_size)
+            fit_vocabulary(self, rows)
             self._borrowed = Borrowed(embedding)
         if tokenizer is not None and self.config.target and not self.config.target.get("tokenizer"):
             self.config.target = {**self.config.target, "tokenizer": tokenizer_hash(tokenizer)}
@@ -282,6 +282,8 @@ class DraftModel(PreTrainedModel):
         if not self.config.own_embeddings:
             return
         own, theirs = self.embed_tokens.weight, unwrap(target).get_input_embeddings().weight
+        if theirs.is_meta:  # offloaded: its numbers are not at hand, so the draft keeps its own
+            return
         if own.shape == theirs.shape and torch.equal(own, theirs.detach().to(own.device, own.dtype)):
             del self.embed_tokens
             self.config.own_embeddings = False
