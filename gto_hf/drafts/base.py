@@ -41,7 +41,7 @@ from gto_hf.tree import CostCurve, TreeConfig
 
 from .attention import KeyValues
 from .config import DraftConfig, check_tree
-from .pairing import check_padding, fit_vocabulary, warn_other_target
+from .pairing import check_padding, fit_vocabulary, warn_other_target, warn_other_tokenizer
 from .vocab import check_vocab_buffers, vocab_buffers
 
 
@@ -262,13 +262,16 @@ class DraftModel(PreTrainedModel):
 
         Args:
             target (`PreTrainedModel`): The target.
-            tokenizer (`PreTrainedTokenizerBase`, *optional*): The target's, as in [`check_target`]; its hash is remembered.
+            tokenizer (`PreTrainedTokenizerBase`, *optional*): The target's, as in [`check_target`]; its hash is remembered,
+                and compared with the one that the draft remembers.
         """
         embedding, rows = unwrap(target).get_input_embeddings(), text_config(target).vocab_size
         if self._borrowed.module is not embedding or rows != self.config.vocab_size:  # resizing keeps the module
             self.check_target(target, tokenizer)
             fit_vocabulary(self, rows)
             self._borrowed = Borrowed(embedding)
+        if tokenizer is not None:
+            warn_other_tokenizer(self, tokenizer)
         if tokenizer is not None and self.config.target and not self.config.target.get("tokenizer"):
             self.config.target = {**self.config.target, "tokenizer": tokenizer_hash(tokenizer)}
         return self

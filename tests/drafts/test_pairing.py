@@ -150,6 +150,21 @@ def trainer(folder, draft, target, tokenizer, **kwargs):
     return GTOTrainer(draft, target, args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
 
 
+def test_another_tokenizer_of_the_same_size_warns_once():
+    target = tiny_target()
+    draft = Eagle3Draft.from_target(target, tokenizer=tiny_tokenizer())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        draft.attach(target, tokenizer=tiny_tokenizer())
+    for model in (target, tiny_target()):  # attached before, and not yet
+        other = copy.deepcopy(draft)
+        with pytest.warns(UserWarning, match="another tokenizer"):
+            other.attach(model, tokenizer=other_tokenizer())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            other.attach(model, tokenizer=other_tokenizer())
+
+
 def test_the_trainer_records_the_tokenizer_and_warns_of_another(tmp_path):
     target = tiny_target()
     draft = tiny_draft(target)
