@@ -27,6 +27,7 @@ _WEIGHTS = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
+ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")  # in the order of PEFT
 # Kinds of numbers, by the names that safetensors has for them; of a map those of whole numbers and truth values.
 _FLOATS = ("F16", "BF16", "F32", "F64")
 _WHOLE = ("I64", "I32", "I16", "I8", "U8", "BOOL")
@@ -43,7 +44,7 @@ _KINDS = {
     torch.bool: "BOOL",
 }
 # What reading a damaged or hand-made pickle can raise.
-_UNREADABLE = (
+UNREADABLE = (
     SafetensorError,
     UnpicklingError,
     RuntimeError,
@@ -119,19 +120,19 @@ def read_tensors(source: str, **hub: Any) -> dict[str, torch.Tensor]:
     raise _no_weights(source)
 
 
-def _no_weights(source: str) -> DraftCheckpointError:
-    return DraftCheckpointError(f"`{source}` holds no weights: none of {', '.join(f'`{n}`' for n in _WEIGHTS)}.")
+def _no_weights(source: str, names: tuple[str, ...] = _WEIGHTS) -> DraftCheckpointError:
+    return DraftCheckpointError(f"`{source}` holds no weights: none of {', '.join(f'`{n}`' for n in names)}.")
 
 
-def check_stored(source: str, **hub: Any) -> None:
+def check_stored(source: str, names: tuple[str, ...] = _WEIGHTS, **hub: Any) -> None:
     """
-    Look at the files of one of our own drafts before it is loaded, since loading casts what is stored: complete files,
-    floating-point weights, and a map of whole numbers.
+    Look at the files of one of our own drafts, or of an adapter, before it is loaded, since loading casts what is stored:
+    complete files, floating-point weights, and a map of whole numbers.
 
     Raises:
         DraftCheckpointError: Names the file, and the tensor of the wrong kind.
     """
-    for name in _WEIGHTS:
+    for name in names:
         path = _fetch(source, name, hub)
         if path is None:
             continue
@@ -144,7 +145,7 @@ def check_stored(source: str, **hub: Any) -> None:
                         "the draft again, with weights in a floating-point dtype and maps in whole numbers."
                     )
         return
-    raise _no_weights(source)
+    raise _no_weights(source, names)
 
 
 def _kinds(source: str, name: str, path: str) -> dict[str, str]:
@@ -205,7 +206,7 @@ def _plain_tensors(source: str, name: str, path: str) -> dict[str, torch.Tensor]
         if name.endswith(".safetensors"):
             return load_file(path)
         tensors = torch.load(path, map_location="cpu", weights_only=True)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise DraftCheckpointError(f"`{name}` of `{source}` cannot be read as plain tensors: {error}") from error
     if not isinstance(tensors, dict) or not all(
         isinstance(k, str) and isinstance(t, torch.Tensor) for k, t in tensors.items()
