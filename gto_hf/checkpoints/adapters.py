@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import os
-from pickle import UnpicklingError
 from typing import Any
 
-from safetensors import SafetensorError
-
 from gto_hf.drafts import DraftCheckpointError, DraftModel, check_loaded, check_values
+
+from .files import ADAPTER_WEIGHTS, UNREADABLE, check_stored
 
 
 def is_adapter(config: dict[str, Any]) -> bool:
@@ -56,10 +55,11 @@ def merge_adapter(source: str, base: DraftModel, **hub: Any) -> DraftModel:
     """
     from peft import PeftConfig, PeftModel
 
+    check_stored(source, ADAPTER_WEIGHTS, **hub)
     try:
         model = PeftModel(base, PeftConfig.from_pretrained(source, **hub))
         found = model.load_adapter(source, "default", torch_device=str(base.device), **hub)
-    except (RuntimeError, ValueError, KeyError, EOFError, SafetensorError, UnpicklingError) as error:
+    except UNREADABLE as error:
         raise DraftCheckpointError(
             f"The adapter `{source}` cannot be put on the draft `{base.config.name_or_path}`: {error}"
         ) from error

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from os import PathLike
 from pickle import UnpicklingError
 from typing import Any
@@ -148,8 +150,10 @@ class AutoDraft:
     def _own(source: str, config: dict[str, Any], kwargs: dict[str, Any], hub: dict[str, Any]) -> DraftModel:
         """A draft that gto-hf saved; its files are looked at before anything is loaded."""
         try:
-            DraftConfig.from_dict({k: v for k, v in config.items() if k != "_commit_hash"})
-        except (ValueError, TypeError, AttributeError, StrictDataclassError) as error:
+            stated = DraftConfig.from_dict({k: v for k, v in config.items() if k != "_commit_hash"})
+            with torch.device("meta"):  # an activation or a rotary embedding that there is not
+                DRAFTS[config["draft_type"]](stated)
+        except (ValueError, TypeError, AttributeError, LookupError, StrictDataclassError) as error:
             raise DraftCheckpointError(f"`config.json` of `{source}` describes no draft: {error}") from error
         if "variant" not in kwargs:  # files of other names
             check_stored(source, **hub)
@@ -171,23 +175,34 @@ class AutoDraft:
     ) -> DraftModel:
         """A draft from another project's layout; `found` is the fingerprint of its target, where it is known."""
         tensors = read_tensors(source, **hub)
-        dialect = find_dialect(source, config, tensors)
-        try:
-            made, state = dialect.read(
+        dtype = dtype if dtype in (None, "auto") else _dtype(dtype)
+        with _blamed_on_config(source):
+            made, state = find_dialect(source, config, tensors).read(
                 source,
                 config,
                 tensors,
                 feature_layers=None if feature_layers is None else list(feature_layers),
                 target_layers=None if found is None else found["num_hidden_layers"],
             )
-        except (TypeError, AttributeError, KeyError) as error:  # a text where a number belongs, and the like
-            raise DraftCheckpointError(
-                f"`config.json` of `{source}` lacks a field or has one of the wrong kind: {error!r}"
-            ) from error
         if config["_said"] and made.draft_type != "eagle3":
             raise ValueError(f"`{source}` is a draft of type {made.draft_type}; leave out {sorted(config['_said'])}.")
         made.target = found
-        return _filled(source, made, state, dtype)
+        with _blamed_on_config(source):
+            return _filled(source, made, state, dtype)
+
+
+@contextmanager
+def _blamed_on_config(source: str) -> Iterator[None]:
+    """What goes wrong in here is a text where a number belongs, a rotary scaling without its factor, and the like."""
+    try:
+        yield
+    except DraftCheckpointError:
+        raise
+    except (TypeError, AttributeError, LookupError, ValueError, StrictDataclassError) as error:
+        raise DraftCheckpointError(
+            f"`config.json` of `{source}`, or what an argument says in its place, lacks a field or has one of the wrong kind: "
+            f"{error!r}"
+        ) from error
 
 
 def _filled(
@@ -215,9 +230,7 @@ def _filled(
         sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.numel()
     if len(sizes) > 1 and config.source is not None and dtype in (None, "auto"):
         config.source["decisions"].append(f"weights are stored in {len(sizes)} dtypes: that of most is taken")
-    draft = DRAFTS[config.draft_type](config).to(
-        max(sizes, key=sizes.get) if dtype in (None, "auto") else _dtype(dtype)
-    )
+    draft = DRAFTS[config.draft_type](config).to(max(sizes, key=sizes.get) if dtype in (None, "auto") else dtype)
     own = draft.state_dict()
     check_loaded(source, set(own) - set(state), set(state) - set(own))
     wrong = [
@@ -233,4 +246,7 @@ def _filled(
 
 
 def _dtype(dtype: torch.dtype | str) -> torch.dtype:
-    return dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype)
+    made = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(made, torch.dtype) or not made.is_floating_point:
+        raise ValueError(f"`dtype={dtype!r}` is no floating-point dtype of PyTorch.")
+    return made

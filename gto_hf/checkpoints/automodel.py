@@ -45,6 +45,6 @@ def read(
     return file.finish(
         layers=file.feature_layers(stated, 1, feature_layers, target_layers),
         rope=file.rope(),
-        norm_output=bool(config.get("norm_output", False)),
+        norm_output=bool(file.flag("norm_output")),
         counted=False,
     )

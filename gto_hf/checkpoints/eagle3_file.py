@@ -19,6 +19,7 @@ from gto_hf.drafts import DraftCheckpointError, DraftConfig
 from gto_hf.target import default_feature_layers
 
 from .rope import read_rope
+from .stated import check_ids, flag, parts_of
 from .vocabulary import complete_vocabulary
 
 
@@ -86,6 +87,8 @@ class Eagle3File:
         config (`dict`): See above.
         tensors (`dict[str, torch.Tensor]`): In their names.
         said (`dict`, *optional*): What the caller says of the draft: `norm_output`, `rope_parameters`.
+        whole (`dict`, *optional*): All of `config.json`, where that is more than `config`: there stand norms, layer ids and
+            vocabulary sizes.
 
     Raises:
         DraftCheckpointError: If two tensors would have one name, or required ones are missing.
@@ -98,8 +101,11 @@ class Eagle3File:
         config: dict[str, Any],
         tensors: dict[str, torch.Tensor],
         said: dict[str, Any] | None = None,
+        whole: dict[str, Any] | None = None,
     ) -> None:
         self.dialect, self.source, self.config, self.said = dialect, source, config, said or {}
+        self.whole = config if whole is None else whole
+        self.parts = parts_of(self.whole, config)
         self.decisions: list[str] = []
         self.tensors: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():
@@ -196,20 +202,28 @@ class Eagle3File:
                     "Pass `feature_layers=`."
                 )
             layers = [i + shift for i in stated]
+            check_ids(self.source, self.parts, layers, self.dialect)
             meaning = "layers whose output is meant" if shift else "`hidden_states` indices"
             # Ids that start as the rule of the other numbering does may be a copy from there.
             copied = shift > 0 and len(stated) == 3 and stated[0] == 2
             hint = " (pass `feature_layers=` if they are `hidden_states` indices already)" if copied else ""
             self.note(f"layer ids {stated} are {meaning}: feature layers {layers}{hint}", doubtful=copied)
             return layers
+        check_ids(self.source, self.parts, None, self.dialect)
         if rule and target_layers is not None:
             layers = default_feature_layers(target_layers)
             self.note(f"no layer ids are stated: EAGLE-3's rule (2, n // 2, n - 3) gives {layers}")
             return layers
         return None
 
+    def flag(self, name: str) -> bool | None:
+        """A truth value that the config states at its top, in `eagle_config` or in the layer's part; None if nowhere."""
+        return flag(self.source, self.parts, name)
+
     def rope(self) -> dict[str, Any]:
-        """The rotary parameters that the config states."""
+        """The rotary parameters that the caller says, or else the config."""
+        if "rope_parameters" in self.said:
+            return read_rope(self.source, {"rope_parameters": self.said["rope_parameters"]}, "`rope_parameters=`")[0]
         rope, notes = read_rope(self.source, self.config)
         self.decisions.extend(notes)
         return rope
@@ -251,11 +265,10 @@ class Eagle3File:
         *,
         layers: list[int] | None,
         rope: dict[str, Any],
-        norm_before_residual: bool = False,
-        norm_output: bool = False,
+        norm_before_residual: bool | None = None,
+        norm_output: bool | None = None,
         sliding_window: int | None = None,
         trained_length: int | None = None,
-        flags: dict[str, Any] | None = None,
         counted: bool = True,
     ) -> tuple[DraftConfig, dict[str, torch.Tensor]]:
         """
@@ -264,25 +277,21 @@ class Eagle3File:
         Args:
             layers (`list[int]`, *optional*): Feature layers as `hidden_states` indices.
             rope (`dict`): Rotary parameters, unless the caller said others.
-            norm_before_residual, norm_output, sliding_window, trained_length: As in [`DraftConfig`].
-            flags (`dict`, *optional*): Where the file states `norm_before_fc`, `fc_norm` and vocabulary sizes; the config by
-                default.
+            norm_before_residual, norm_output, sliding_window, trained_length: As in [`DraftConfig`]; None for a norm that the
+                dialect does not know.
             counted (`bool`): Whether `num_hidden_layers` means the draft's own layers.
         """
-        flags = self.config if flags is None else flags
         if counted:
             self.agrees("num_hidden_layers", self.layer_count, "the tensors' names")
         heads = self._heads()
-        if self.said.get("norm_output") is not None:
-            norm_output = bool(self.said["norm_output"])
-            self.note(f"norm_output={norm_output}: the caller's")
-        if self.said.get("rope_parameters") is not None:
-            rope = dict(self.said["rope_parameters"])
+        norm_before_residual, norm_output = self._norms(norm_before_residual, norm_output)
+        if "rope_parameters" in self.said:
+            rope = self.rope()
             self.note(f"rotary parameters {rope}: the caller's")
         try:
             made = DraftConfig(
                 draft_type="eagle3",
-                **self._sizes(layers, flags),
+                **self._sizes(layers),
                 **heads,
                 num_hidden_layers=self.layer_count,
                 own_embeddings=self.own_embeddings,
@@ -294,7 +303,7 @@ class Eagle3File:
                 norm_output=norm_output,
                 sliding_window=sliding_window,
                 trained_length=trained_length,
-                **self._options(flags),
+                **self._options(),
                 bos_token_id=self.config.get("bos_token_id"),
                 eos_token_id=self.config.get("eos_token_id"),
                 pad_token_id=self.config.get("pad_token_id"),
@@ -307,11 +316,30 @@ class Eagle3File:
         complete_vocabulary(self.source, made.vocab_size, made.draft_vocab_size, self.tensors)
         return made, self.tensors
 
-    def _sizes(self, layers: list[int] | None, flags: dict[str, Any]) -> dict[str, Any]:
+    def _norms(self, before_residual: bool | None, output: bool | None) -> tuple[bool, bool]:
+        """`norm_before_residual` and `norm_output`: the caller's, the dialect's, or a field that the dialect does not know."""
+        if before_residual is None:
+            before_residual = bool(self.flag("norm_before_residual"))
+            if before_residual:
+                self.note(
+                    f"`norm_before_residual=True` is no field of {self.dialect}'s: taken as stated, as vLLM does",
+                    doubtful=True,
+                )
+        if self.said.get("norm_output") is not None:
+            output = bool(self.said["norm_output"])
+            self.note(f"norm_output={output}: the caller's")
+        elif output is None and self.flag("norm_output"):
+            raise DraftCheckpointError(
+                f"`config.json` of `{self.source}` says `norm_output=True`, which is no field of {self.dialect}'s. Pass "
+                "`norm_output=True` if what the draft feeds back to itself is normed, else `norm_output=False`."
+            )
+        return before_residual, bool(output)
+
+    def _sizes(self, layers: list[int] | None) -> dict[str, Any]:
         """Widths, vocabularies and feature layers."""
         width, fused = self.shape("fc.weight")
         self.agrees("hidden_size", width, "`fc.weight`")
-        target_width = flags.get("target_hidden_size") or self.config.get("target_hidden_size") or width
+        target_width = self.whole.get("target_hidden_size") or self.config.get("target_hidden_size") or width
         if type(target_width) is not int or target_width < 1:
             raise DraftCheckpointError(
                 f"`config.json` of `{self.source}` says `target_hidden_size={target_width!r}`; a positive number is needed."
@@ -333,10 +361,11 @@ class Eagle3File:
                 f"`fc.weight` of `{self.source}` reads {fused} features, but {len(layers)} layers of width {target_width} "
                 f"give {len(layers) * target_width}. Pass the right `feature_layers=`."
             )
-        self.agrees("num_aux_hidden_states", count, "`fc.weight`", flags)
+        for part in self.parts:
+            self.agrees("num_aux_hidden_states", count, "`fc.weight`", part)
         rows = self.shape("lm_head.weight")[0]
         for field in ("draft_vocab_size", "truncated_vocab_size"):
-            self.agrees(field, rows, "`lm_head.weight`", flags)
+            self.agrees(field, rows, "`lm_head.weight`", self.whole)
         inner = self.shape("midlayer.mlp.gate_proj.weight")[0]
         self.agrees("intermediate_size", inner, "`midlayer.mlp.gate_proj.weight`")
         return {
@@ -373,14 +402,14 @@ class Eagle3File:
         self.agrees("num_key_value_heads", k_rows // head_dim, "`midlayer.self_attn.k_proj.weight`")
         return {"num_attention_heads": heads, "num_key_value_heads": k_rows // head_dim, "head_dim": head_dim}
 
-    def _options(self, flags: dict[str, Any]) -> dict[str, bool]:
+    def _options(self) -> dict[str, bool]:
         """What the names of the tensors decide."""
         found = {
             "norm_before_fc": "input_norm.weight" in self.tensors,
             "fc_norm": any(name.startswith("fc_norm.") for name in self.tensors),
         }
         for field, there in found.items():
-            self.agrees(field, there, "the tensors' names", flags)
+            self.agrees(field, there, "the tensors' names", {field: self.flag(field)})
         return {
             **found,
             "fc_bias": "fc.bias" in self.tensors,

@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import struct
+from collections.abc import Iterator
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -18,13 +20,42 @@ from transformers.utils import cached_file, extract_commit_hash
 from gto_hf.drafts import DraftCheckpointError
 
 
+# In the order of transformers, which reads our own folders: a pickle that lies beside safetensors is the older one.
 _WEIGHTS = (
     "model.safetensors",
-    "pytorch_model.bin",
     "model.safetensors.index.json",
+    "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
+ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")  # in the order of PEFT
+# Kinds of numbers, by the names that safetensors has for them; of a map those of whole numbers and truth values.
 _FLOATS = ("F16", "BF16", "F32", "F64")
+_WHOLE = ("I64", "I32", "I16", "I8", "U8", "BOOL")
+_KINDS = {
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+# What reading a damaged or hand-made pickle can raise.
+UNREADABLE = (
+    SafetensorError,
+    UnpicklingError,
+    RuntimeError,
+    EOFError,
+    ValueError,
+    OSError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    struct.error,
+)
 
 
 def read_config(source: str, **hub: Any) -> dict[str, Any]:
@@ -89,52 +120,50 @@ def read_tensors(source: str, **hub: Any) -> dict[str, torch.Tensor]:
     raise _no_weights(source)
 
 
-def _no_weights(source: str) -> DraftCheckpointError:
-    return DraftCheckpointError(f"`{source}` holds no weights: none of {', '.join(f'`{n}`' for n in _WEIGHTS)}.")
+def _no_weights(source: str, names: tuple[str, ...] = _WEIGHTS) -> DraftCheckpointError:
+    return DraftCheckpointError(f"`{source}` holds no weights: none of {', '.join(f'`{n}`' for n in names)}.")
 
 
-def check_stored(source: str, **hub: Any) -> None:
+def check_stored(source: str, names: tuple[str, ...] = _WEIGHTS, **hub: Any) -> None:
     """
-    Look at the headers of a draft's safetensors before anything is loaded: complete files, and floating-point weights.
+    Look at the files of one of our own drafts, or of an adapter, before it is loaded, since loading casts what is stored:
+    complete files, floating-point weights, and a map of whole numbers.
 
     Raises:
         DraftCheckpointError: Names the file, and the tensor of the wrong kind.
     """
-    name = "model.safetensors"
-    path = _fetch(source, name, hub)
-    if path is None:
-        if all(_fetch(source, other, hub) is None for other in _WEIGHTS):
-            raise _no_weights(source)
-        return  # shards and pickles are checked as they are loaded
+    for name in names:
+        path = _fetch(source, name, hub)
+        if path is None:
+            continue
+        for file, found in _files(source, name, path, hub):
+            for key, kind in _kinds(source, file, found).items():
+                if kind not in (_WHOLE if key in ("d2t", "t2d") else _FLOATS):
+                    what = "map" if key in ("d2t", "t2d") else "weight"
+                    raise DraftCheckpointError(
+                        f"`{key}` in `{file}` of `{source}` is stored as {kind}, which is no {what} that can be read. Save "
+                        "the draft again, with weights in a floating-point dtype and maps in whole numbers."
+                    )
+        return
+    raise _no_weights(source, names)
+
+
+def _kinds(source: str, name: str, path: str) -> dict[str, str]:
+    """Kind of every tensor in a file; of safetensors only the header is read."""
+    if not name.endswith(".safetensors"):
+        return {key: _KINDS.get(t.dtype, str(t.dtype)) for key, t in _plain_tensors(source, name, path).items()}
     try:
         with safe_open(path, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118
-                kind = file.get_slice(key).get_dtype()
-                if key not in ("d2t", "t2d") and kind not in _FLOATS:
-                    raise DraftCheckpointError(
-                        f"`{key}` in `{name}` of `{source}` is stored as {kind}, which is no weight that can be read. Save "
-                        "the draft again in a floating-point dtype."
-                    )
+            return {key: file.get_slice(key).get_dtype() for key in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise DraftCheckpointError(f"`{name}` of `{source}` cannot be read as plain tensors: {error}") from error
 
 
 def _sharded(source: str, name: str, path: str, hub: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Tensors of all files that an index names; every tensor must be in the file that it names for it."""
-    try:
-        places = json.loads(Path(path).read_text(encoding="utf-8"))["weight_map"]
-        files = sorted(set(places.values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DraftCheckpointError(
-            f"`{name}` of `{source}` is not an index of tensors (no `weight_map`): {error}"
-        ) from error
+    places = _places(source, name, path)
     tensors: dict[str, torch.Tensor] = {}
-    for file in files:
-        if not isinstance(file, str) or os.path.basename(file) != file:
-            raise DraftCheckpointError(f"`{name}` of `{source}` names {file!r}, which is no file beside it.")
-        found = _fetch(source, file, hub)
-        if found is None:
-            raise DraftCheckpointError(f"`{name}` of `{source}` names `{file}`, and there is no such file.")
+    for file, found in _files(source, name, path, hub):
         part = _plain_tensors(source, file, found)
         wrong = sorted(
             {key for key in part if places.get(key) != file} | {k for k, f in places.items() if f == file} - set(part)
@@ -145,13 +174,39 @@ def _sharded(source: str, name: str, path: str, hub: dict[str, Any]) -> dict[str
     return tensors
 
 
+def _places(source: str, name: str, path: str) -> dict[str, Any]:
+    """The file of every tensor, by an index."""
+    try:
+        places = json.loads(Path(path).read_text(encoding="utf-8"))["weight_map"]
+        sorted(set(places.values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DraftCheckpointError(
+            f"`{name}` of `{source}` is not an index of tensors (no `weight_map`): {error}"
+        ) from error
+    return places
+
+
+def _files(source: str, name: str, path: str, hub: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Name and local path of every file with tensors: those that an index names, or the one."""
+    if not name.endswith(".json"):
+        yield name, path
+        return
+    for file in sorted(set(_places(source, name, path).values())):
+        if not isinstance(file, str) or os.path.basename(file) != file:
+            raise DraftCheckpointError(f"`{name}` of `{source}` names {file!r}, which is no file beside it.")
+        found = _fetch(source, file, hub)
+        if found is None:
+            raise DraftCheckpointError(f"`{name}` of `{source}` names `{file}`, and there is no such file.")
+        yield file, found
+
+
 def _plain_tensors(source: str, name: str, path: str) -> dict[str, torch.Tensor]:
     """Tensors of one file."""
     try:
         if name.endswith(".safetensors"):
             return load_file(path)
         tensors = torch.load(path, map_location="cpu", weights_only=True)
-    except (SafetensorError, UnpicklingError, RuntimeError, EOFError, ValueError, OSError) as error:
+    except UNREADABLE as error:
         raise DraftCheckpointError(f"`{name}` of `{source}` cannot be read as plain tensors: {error}") from error
     if not isinstance(tensors, dict) or not all(
         isinstance(k, str) and isinstance(t, torch.Tensor) for k, t in tensors.items()

@@ -63,6 +63,11 @@ def draft_of(
         DraftCheckpointError: Names tensors that are missing, left over or of the wrong shape, contradicting sizes, or the
             missing argument.
     """
+    saved = [
+        name for name in tensors if name.endswith("rotary_emb.inv_freq")
+    ]  # old transformers saved what it computes
+    decided = (*decided, *(f"`{theirs(name)}` is left out: it follows from the config" for name in saved))
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in saved}
     needed = (*required, *LAYER, *(BIASES if any(name in tensors for name in BIASES) else ()))
     missing = [name for name in needed if name not in tensors]
     if missing:

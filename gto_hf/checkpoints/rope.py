@@ -10,22 +10,30 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from gto_hf.drafts import DraftCheckpointError
 
 
-def read_rope(source: str, config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def read_rope(source: str, config: dict[str, Any], where: str = "`config.json`") -> tuple[dict[str, Any], list[str]]:
     """
     What a config says about rotary embeddings, and what had to be decided to read it.
 
     `rope_parameters` (transformers 5) comes first, then `rope_scaling`, `rope_theta` and `partial_rotary_factor`. What is
     not said is the default rotary embedding with base 10,000: never the target's.
 
+    Args:
+        where (`str`): For messages.
+
     Raises:
         DraftCheckpointError: If it names a kind of rotary embedding that transformers does not have.
     """
     notes = []
     new = config.get("rope_parameters")
-    rope = dict(new or config.get("rope_scaling") or {})
+    stated = new or config.get("rope_scaling") or {}
+    if not isinstance(stated, dict):
+        raise DraftCheckpointError(
+            f"{where} of `{source}` has rotary parameters {stated!r}; a set of fields is needed."
+        )
+    rope = dict(stated)
     if any(isinstance(value, dict) for value in rope.values()):
         raise DraftCheckpointError(
-            f"`config.json` of `{source}` has rotary parameters per kind of layer ({', '.join(sorted(rope))}), and nothing "
+            f"{where} of `{source}` has rotary parameters per kind of layer ({', '.join(sorted(rope))}), and nothing "
             "says which the draft has. Pass its own as `rope_parameters=`."
         )
     kind = rope.pop("type", None) or "default"
@@ -36,7 +44,7 @@ def read_rope(source: str, config: dict[str, Any]) -> tuple[dict[str, Any], list
         rope["rope_type"] = kind = "default" if kind == "mrope" else kind
     if kind != "default" and kind not in ROPE_INIT_FUNCTIONS:
         raise DraftCheckpointError(
-            f"`config.json` of `{source}` says `rope_type={kind!r}`. Known are default, {', '.join(ROPE_INIT_FUNCTIONS)}. "
+            f"{where} of `{source}` says `rope_type={kind!r}`. Known are default, {', '.join(ROPE_INIT_FUNCTIONS)}. "
             "Pass what the draft was trained with as `rope_parameters=`."
         )
     for field in ("rope_theta", "partial_rotary_factor"):

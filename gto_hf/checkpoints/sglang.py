@@ -2,8 +2,7 @@
 """
 EAGLE-3 heads spelled as SGLang's model has them, old names of its norms included. Level 3.
 
-Layers are counted; layer ids name layers whose output is meant. The residual is never normed; `norm_output` means what it
-means here.
+Layers are counted; layer ids name layers whose output is meant. `norm_output` means what it means here.
 """
 
 from __future__ import annotations
@@ -42,6 +41,6 @@ def read(
     return file.finish(
         layers=file.feature_layers(inner.get("eagle_aux_hidden_state_layer_ids"), 1, feature_layers, target_layers),
         rope=file.rope(),
-        norm_output=bool(config.get("norm_output", False)),
+        norm_output=bool(file.flag("norm_output")),
         trained_length=config.get("trained_length"),
     )

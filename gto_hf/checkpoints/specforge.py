@@ -37,13 +37,13 @@ def read(
 ) -> tuple[DraftConfig, dict[str, torch.Tensor]]:
     """Complete config and tensors of a draft; see [`safeailab.read`] for the arguments and errors."""
     file = Eagle3File(DIALECT, source, config, tensors, config.get("_said"))
-    if config.get("norm_output") and file.said.get("norm_output") is None:
+    if file.flag("norm_output") and file.said.get("norm_output") is None:
         raise DraftCheckpointError(
             f"`config.json` of `{source}` says `norm_output=True`, which SpecForge up to 0.3 wrote for ordinary EAGLE-3 and "
             "later versions (from September 2026 on) for a normed output. Pass `norm_output=False` for the former, "
             "`norm_output=True` for the latter."
         )
-    if config.get("norm_output") is False:
+    if file.flag("norm_output") is False:
         file.note("`norm_output=False` is ordinary EAGLE-3: what SpecForge up to 0.3 meant by it, no engine serves")
     inner = config.get("eagle_config") or {}
     return file.finish(

@@ -39,9 +39,9 @@ def read(
         raise DraftCheckpointError(
             f"`config.json` of `{source}` is speculators' but has no `transformer_layer_config`, which holds the sizes."
         )
-    file = Eagle3File(DIALECT, source, layer, tensors, config.get("_said"))
+    file = Eagle3File(DIALECT, source, layer, tensors, config.get("_said"), config)
     file.note(f"written by speculators {config.get('speculators_version', 'of unstated version')}")
-    residual = config.get("norm_before_residual")
+    residual = file.flag("norm_before_residual")
     if residual is None:
         # The schema's own default is false, but the trainer's is true, and vLLM reads a missing field as true.
         residual = True
@@ -49,9 +49,8 @@ def read(
     return file.finish(
         layers=file.feature_layers(config.get("eagle_aux_hidden_state_layer_ids"), 0, feature_layers, target_layers),
         rope=file.rope(),
-        norm_before_residual=bool(residual),
-        norm_output=bool(config.get("norm_output", False)),
+        norm_before_residual=residual,
+        norm_output=bool(file.flag("norm_output")),
         sliding_window=file.window(),
         trained_length=config.get("trained_length"),
-        flags=config,
     )

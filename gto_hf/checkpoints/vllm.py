@@ -39,8 +39,8 @@ def read(
     return file.finish(
         layers=file.feature_layers(config["eagle_aux_hidden_state_layer_ids"], 0, feature_layers, target_layers),
         rope=file.rope(),
-        norm_before_residual=bool(config.get("norm_before_residual", False)),
-        norm_output=bool(config.get("norm_output", False)),
+        norm_before_residual=bool(file.flag("norm_before_residual")),
+        norm_output=bool(file.flag("norm_output")),
         sliding_window=file.window(),
         trained_length=config.get("trained_length"),
     )

@@ -31,6 +31,10 @@ def complete_vocabulary(source: str, vocab_size: int, rows: int, tensors: dict[s
         tensors["t2d"][kept.clamp(0, vocab_size - 1)] = True
         return
     t2d = tensors["t2d"] = _whole_numbers(source, "t2d", tensors["t2d"], vocab_size).bool()
+    if (
+        rows == vocab_size and not bool(d2t.any()) and not bool(t2d.any())
+    ):  # buffers that nobody had to set: all are kept
+        t2d.fill_(True)
     absolute = bool(((d2t >= 0) & (d2t < vocab_size)).all()) and bool(t2d[d2t.clamp(0, vocab_size - 1)].all())
     inside = bool(((kept >= 0) & (kept < vocab_size)).all())
     if absolute and len(d2t.unique()) == rows and not (inside and bool(t2d[kept].all())):

@@ -41,7 +41,7 @@ from gto_hf.tree import CostCurve, TreeConfig
 
 from .attention import KeyValues
 from .config import DraftConfig, check_tree
-from .pairing import check_padding, fit_vocabulary, warn_other_target
+from .pairing import check_padding, fit_vocabulary, warn_other_target, warn_other_tokenizer
 from .vocab import check_vocab_buffers, vocab_buffers
 
 
@@ -264,13 +264,16 @@ class DraftModel(PreTrainedModel):
 
         Args:
             target (`PreTrainedModel`): The target.
-            tokenizer (`PreTrainedTokenizerBase`, *optional*): The target's, as in [`check_target`]; its hash is remembered.
+            tokenizer (`PreTrainedTokenizerBase`, *optional*): The target's, as in [`check_target`]; its hash is remembered,
+                and compared with the one that the draft remembers.
         """
-        embedding = unwrap(target).get_input_embeddings()
-        if self._borrowed.module is not embedding:
+        embedding, rows = unwrap(target).get_input_embeddings(), text_config(target).vocab_size
+        if self._borrowed.module is not embedding or rows != self.config.vocab_size:  # resizing keeps the module
             self.check_target(target, tokenizer)
-            fit_vocabulary(self, text_config(target).vocab_size)
+            fit_vocabulary(self, rows)
             self._borrowed = Borrowed(embedding)
+        if tokenizer is not None:
+            warn_other_tokenizer(self, tokenizer)
         if tokenizer is not None and self.config.target and not self.config.target.get("tokenizer"):
             self.config.target = {**self.config.target, "tokenizer": tokenizer_hash(tokenizer)}
         return self
@@ -284,6 +287,8 @@ class DraftModel(PreTrainedModel):
         if not self.config.own_embeddings:
             return
         own, theirs = self.embed_tokens.weight, unwrap(target).get_input_embeddings().weight
+        if theirs.is_meta:  # offloaded: its numbers are not at hand, so the draft keeps its own
+            return
         if own.shape == theirs.shape and torch.equal(own, theirs.detach().to(own.device, own.dtype)):
             del self.embed_tokens
             self.config.own_embeddings = False

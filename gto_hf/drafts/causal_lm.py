@@ -159,7 +159,11 @@ class CausalLMDraft(DraftModel):
     def attach(self, target: nn.Module, tokenizer: Any = None) -> Self:
         """Check the target; nothing is borrowed. Idempotent."""
         model = unwrap(target)
-        if self._target is None or self._target() is not model:
+        if (
+            self._target is None
+            or self._target() is not model
+            or text_config(model).vocab_size != self.config.vocab_size
+        ):
             self.check_target(target)
             self._target = weakref.ref(model)
         return self

@@ -100,3 +100,16 @@ def warn_other_target(draft: nn.Module, found: dict[str, Any]) -> None:
             f"This draft was trained for `{field}={expected}` but decodes for `{found[field]}`: the text stays right, the "
             "acceptance length may suffer."
         )
+
+
+def warn_other_tokenizer(draft: nn.Module, tokenizer: Any) -> None:
+    """Warn, once for a draft and a tokenizer, that a tokenizer of a vocabulary of the right size is another one."""
+    stored, found = (draft.config.target or {}).get("tokenizer"), tokenizer_hash(tokenizer)
+    told = _told.setdefault(draft, set())
+    if stored in (None, found) or ("tokenizer", found) in told:
+        return
+    told.add(("tokenizer", found))
+    warnings.warn(
+        "This draft was trained with another tokenizer: some ids stand for other tokens, or one of the two has more. The text "
+        "stays right, the acceptance length may suffer."
+    )

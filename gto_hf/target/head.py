@@ -58,27 +58,40 @@ class LogitHead:
         return logits if self.cap is None else (logits / self.cap).tanh() * self.cap
 
 
-_FOUND: weakref.WeakKeyDictionary[nn.Module, LogitHead | None] = weakref.WeakKeyDictionary()
+# Per target: what the answer was found for, and the answer.
+_FOUND: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], LogitHead | None]] = weakref.WeakKeyDictionary()
 
 
 def find_head(target: nn.Module, probe: Callable[[], tuple[torch.Tensor | None, torch.Tensor]]) -> LogitHead | None:
     """
-    The target's head, if it is known how logits follow from the last hidden state; compared once per target.
+    The target's head, if it is known how logits follow from the last hidden state; compared once per target, and again when
+    its head was replaced (an adapter put on it, resized embeddings) or its config says another factor or cap.
 
     Args:
         target (`PreTrainedModel`): A causal LM.
-        probe (`Callable`): Called the first time only; last hidden states `(n, H)` after the final norm (or None) and the
+        probe (`Callable`): Called only if there is something to compare; last hidden states `(n, H)` after the final norm (or None) and the
             logits `(n, V)` that the target made of them.
 
     Returns:
         [`LogitHead`], or None for targets whose logits must be taken as they come.
     """
-    if target not in _FOUND:
-        hidden, logits = probe()
-        if not bool(logits.isfinite().all()):
-            return None  # a broken target proves nothing, and is found out elsewhere
-        _FOUND[target] = _compared(target, hidden, logits)
-    return _FOUND[target]
+    now = _parts(target)
+    known = _FOUND.get(target)
+    if known is not None and known[0] == now:
+        return known[1]
+    hidden, logits = probe()
+    if not bool(logits.isfinite().all()):
+        return None  # a broken target proves nothing, and is found out elsewhere
+    head = _compared(target, hidden, logits)
+    _FOUND[target] = (now, head)
+    return head
+
+
+def _parts(target: nn.Module) -> tuple[Any, ...]:
+    """All that a [`LogitHead`] takes from a target: as long as it is the same, so is the head."""
+    config = text_config(target)
+    fields = ("vocab_size", "logit_scale", "logits_scaling", "final_logit_softcapping")
+    return (unwrap(target).get_output_embeddings(), *(getattr(config, field, None) for field in fields))
 
 
 @torch.no_grad()

@@ -40,7 +40,10 @@ def find_tokenizer(target: nn.Module) -> Any:
         return None
     try:
         return AutoTokenizer.from_pretrained(
-            config._name_or_path, revision=getattr(config, "_commit_hash", None), local_files_only=True
+            config._name_or_path,
+            revision=getattr(config, "_commit_hash", None),
+            local_files_only=True,
+            trust_remote_code=False,  # else it would ask on the terminal
         )
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, ImportError):  # the last: a package that this tokenizer needs
         return None

@@ -238,7 +238,11 @@ def test_an_adapter_of_a_language_model_is_not_taken_for_a_draft(saved, copied, 
     ("unknown", "1 tensors are unexpected.*lora_A"),
     ("shape", "(?s)cannot be put on.*size mismatch"),
     ("nan", "NaN"),
-    ("cut", "cannot be put on.*header"),
+    ("cut", "adapter_model.safetensors.*cannot be read.*header"),
+    ("kind", "fc.lora_A.*adapter_model.safetensors.*I8"),
+    ("gone", "holds no weights.*adapter_model.safetensors"),
+    ("pickle", "adapter_model.bin.*cannot be read"),
+    ("field", "cannot be put on"),
     ("modules", "cannot be put on.*nothing_like_it"),
 ])  # fmt: skip
 def test_a_damaged_adapter_is_refused(copied, damage, words):
@@ -253,9 +257,17 @@ def test_a_damaged_adapter_is_refused(copied, damage, words):
         content[name] = content[name][:, :-1].contiguous()
     elif damage == "nan":
         content[name][0, 0] = float("nan")
+    elif damage == "kind":
+        content[name] = content[name].to(torch.int8)
     save_file(content, path)
     if damage == "cut":
         path.write_bytes(path.read_bytes()[:200])
+    if damage in ("gone", "pickle"):
+        path.unlink()
+    if damage == "pickle":
+        (copied / "adapter_model.bin").write_bytes(b"(.")
+    if damage == "field":
+        adapter_config(copied, r="many")
     if damage == "modules":
         adapter_config(copied, target_modules=["nothing_like_it"])
     with pytest.raises(DraftCheckpointError, match=words):

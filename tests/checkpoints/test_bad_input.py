@@ -186,6 +186,12 @@ def test_a_number_of_heads_that_cannot_be_is_refused(target, tmp_path, value):
         ({"target_hidden_size": "wide"}, "target_hidden_size='wide'"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps"),
         ({"hidden_act": 3}, "hidden_act"),
+        ({"hidden_act": "nope"}, "nope"),
+        ({"rope_scaling": {"type": "linear"}}, "factor"),
+        ({"rope_scaling": {"type": "linear", "factor": "2"}}, "config.json"),
+        ({"rope_scaling": "yarn"}, "yarn"),
+        ({"rope_theta": "large"}, "large"),
+        ({"architectures": 5}, "config.json"),
     ],
 )
 def test_fields_that_make_no_sense_are_refused(target, tmp_path, change, words):
@@ -217,6 +223,9 @@ def test_layers_that_the_target_does_not_have_are_refused(target, tmp_path):
         ({"hidden_size": "wide"}, "hidden_size"),
         ({"tree": {"levels": 3}}, "levels"),
         ({"sliding_window": -1}, "sliding_window"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "factor"),
+        ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, "spiral"),
+        ({"hidden_act": "nope"}, "nope"),
     ],
 )
 def test_our_own_folders_with_a_wrong_config_are_refused(target, ours, tmp_path, change, words):
@@ -230,12 +239,71 @@ OURS = {
     "whole numbers": (lambda t: t | {"norm.weight": torch.ones(WIDTH, dtype=torch.int32)}, "norm.weight"),
     "nan": (lambda t: t | {"norm.weight": torch.full((WIDTH,), torch.nan)}, "norm.weight"),
     "infinite": (lambda t: t | {"fc.bias": torch.full((WIDTH,), torch.inf)}, "fc.bias"),
+    "map of fractions": (lambda t: t | {"d2t": t["d2t"] + 0.4}, "d2t"),
+    "mask of fractions": (lambda t: t | {"t2d": t["t2d"] * 0.5}, "t2d"),
 }
 
 
+def stored_as(folder, kind):
+    """The same tensors in other files: a pickle, or shards of one file."""
+    content = load_file(folder / "model.safetensors")
+    if kind == "model.safetensors":
+        return folder
+    (folder / "model.safetensors").unlink()
+    if kind == "pytorch_model.bin":
+        torch.save(content, folder / kind)
+        return folder
+    save_file(content, folder / "model-00001-of-00001.safetensors", metadata={"format": "pt"})
+    places = dict.fromkeys(content, "model-00001-of-00001.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    return folder
+
+
+FILES = ["model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"]
+
+
+@pytest.mark.parametrize("kind", FILES)
 @pytest.mark.parametrize("change, word", OURS.values(), ids=OURS)
-def test_our_own_folders_with_wrong_tensors_are_refused(ours, tmp_path, change, word):
-    refused(rewritten(ours, tmp_path, change), word)
+def test_our_own_folders_with_wrong_tensors_are_refused(ours, tmp_path, change, word, kind):
+    refused(stored_as(rewritten(ours, tmp_path, change), kind), word)
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_our_own_folders_load_from_any_files(ours, tmp_path, kind):
+    loaded = AutoDraft.from_pretrained(stored_as(rewritten(ours, tmp_path), kind)).state_dict()
+    assert all(torch.equal(loaded[k], v) for k, v in load_file(ours / "model.safetensors").items())
+
+
+def test_an_older_pickle_beside_shards_is_not_read(target, tmp_path):
+    spelling = SPELLINGS["safeailab"]
+    newer, older = weights(spelling.facts), weights(spelling.facts, seed=1)
+    spelling.write(tmp_path, older)
+    save_file(newer, tmp_path / "model-00001-of-00001.safetensors")
+    places = dict.fromkeys(newer, "model-00001-of-00001.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    assert torch.equal(AutoDraft.from_pretrained(tmp_path, target=target).fc.weight, newer["fc.weight"])
+
+
+def test_a_damaged_pickle_is_refused_wherever_it_is_damaged(tmp_path):
+    spelling = SPELLINGS["safeailab"]
+    path = spelling.write(tmp_path) / "pytorch_model.bin"
+    for content in (
+        b"q",
+        b".",
+        b"(.",
+        b"\x80\x02K\x00s.",
+        b"\x80\x02}h\x05.",
+        b"G\x00",
+        b"\x80\x02X\x01\x00\x00\x00\xff.",
+    ):
+        path.write_bytes(content)
+        refused(tmp_path, "pytorch_model.bin", feature_layers=[2, 4, 5])
+
+
+def test_a_dtype_that_is_none_is_refused(target, tmp_path):
+    folder = SPELLINGS["safeailab"].write(tmp_path)
+    for dtype in ("float99", "nn", torch.int8):
+        refused(folder, "dtype", error=ValueError, target=target, dtype=dtype)
 
 
 # ---------------------------------------------------------------- files

@@ -157,6 +157,97 @@ def test_angelslims_two_lists_must_agree(target, tmp_path):
         AutoDraft.from_pretrained(tmp_path, target=target)
 
 
+# Spellings whose own projects do not have the field.
+@pytest.mark.parametrize("name", ["safeailab", "specforge_sglang", "sglang", "modelopt", "angelslim_old", "automodel"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_normed_residual_that_is_stated_anywhere_is_taken(tmp_path, name, nested):
+    spelling = SPELLINGS[name]
+    spelling.write(tmp_path, config=stating(spelling.config, "norm_before_residual", True, nested))
+    with pytest.warns(UserWarning, match="norm_before_residual=True"):
+        draft = AutoDraft.from_pretrained(tmp_path, feature_layers=spelling.facts.feature_layers)
+    assert draft.midlayer.norm_before_residual
+
+
+@pytest.mark.parametrize("name", ["safeailab", "modelopt", "angelslim_old"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_normed_output_that_a_project_does_not_have_is_asked_for(tmp_path, name, nested):
+    spelling = SPELLINGS[name]
+    spelling.write(tmp_path, config=stating(spelling.config, "norm_output", True, nested))
+    layers = spelling.facts.feature_layers
+    with pytest.raises(DraftCheckpointError, match="norm_output=True.*Pass"):
+        AutoDraft.from_pretrained(tmp_path, feature_layers=layers)
+    for said in (True, False):
+        draft = AutoDraft.from_pretrained(tmp_path, feature_layers=layers, norm_output=said)
+        assert draft.config.norm_output is said
+
+
+def test_flags_may_stand_in_either_place_but_not_differ(tmp_path):
+    spelling = SPELLINGS["sglang"]
+    config = {k: v for k, v in spelling.config.items() if k != "norm_output"}
+    spelling.write(tmp_path / "nested", config=stating(config, "norm_output", True, nested=True))
+    assert AutoDraft.from_pretrained(tmp_path / "nested").config.norm_output
+    spelling.write(tmp_path / "both", config=stating(spelling.config, "norm_output", False, nested=True))
+    with pytest.raises(DraftCheckpointError, match="`norm_output` twice"):
+        AutoDraft.from_pretrained(tmp_path / "both")
+    spelling.write(tmp_path / "word", config=config | {"norm_output": "false"})
+    with pytest.raises(DraftCheckpointError, match="norm_output='false'"):
+        AutoDraft.from_pretrained(tmp_path / "word")
+    spelling.write(tmp_path / "lie", config=stating(spelling.config, "fc_norm", True, nested=True))
+    with pytest.raises(DraftCheckpointError, match="fc_norm=True"):
+        AutoDraft.from_pretrained(tmp_path / "lie")
+
+
+@pytest.mark.parametrize("name, field", [
+    ("safeailab", "eagle_aux_hidden_state_layer_ids"),
+    ("angelslim_old", "aux_layer_ids"),
+    ("modelopt", "eagle_aux_hidden_state_layer_ids"),
+    ("specforge_hf", "eagle_aux_hidden_state_layer_ids"),
+])  # fmt: skip
+def test_layer_ids_where_a_project_does_not_write_them_are_not_passed_over(target, tmp_path, name, field):
+    spelling = SPELLINGS[name]
+    config = {k: v for k, v in spelling.config.items() if k != "eagle_config"} | {field: [1, 3, 6]}
+    if name in ("modelopt", "specforge_hf"):
+        config["eagle_config"] = {"use_aux_hidden_state": True}
+    spelling.write(tmp_path, config=config)
+    with pytest.raises(DraftCheckpointError, match=rf"{field}=\[1, 3, 6\].*feature_layers="):
+        AutoDraft.from_pretrained(tmp_path, target=target, **spelling.said)  # EAGLE-3's rule would say [2, 4, 5]
+    draft = AutoDraft.from_pretrained(tmp_path, target=target, feature_layers=[2, 4, 7], **spelling.said)
+    assert draft.config.feature_layers == [2, 4, 7]
+
+
+def test_two_lists_of_layers_must_be_one_in_some_numbering(tmp_path):
+    spelling = SPELLINGS["sglang"]  # reads output ids [1, 3, 4] in `eagle_config`
+    config = {k: v for k, v in spelling.config.items() if k != "norm_output"}
+    spelling.write(tmp_path / "same", config=config | {"aux_hidden_state_layer_ids": [2, 4, 5]})
+    assert AutoDraft.from_pretrained(tmp_path / "same").config.feature_layers == [2, 4, 5]
+    spelling.write(tmp_path / "other", config=config | {"aux_hidden_state_layer_ids": [2, 4, 6]})
+    with pytest.raises(DraftCheckpointError, match=r"\[2, 4, 6\].*\[2, 4, 5\]"):
+        AutoDraft.from_pretrained(tmp_path / "other")
+
+
+@pytest.mark.parametrize("stated", [
+    {"rope_scaling": {"type": "spiral", "factor": 2}},
+    {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
+    {"rope_parameters": None, "rope_scaling": "yarn"},
+])  # fmt: skip
+def test_rotary_parameters_that_are_said_stand_in_for_ones_that_cannot_be_read(tmp_path, stated):
+    spelling = SPELLINGS["sglang"]
+    spelling.write(tmp_path, config=spelling.config | stated)
+    with pytest.raises(DraftCheckpointError, match="rotary parameters|rope_type"):
+        AutoDraft.from_pretrained(tmp_path)
+    draft = AutoDraft.from_pretrained(tmp_path, rope_parameters={"type": "linear", "factor": 2.0})
+    assert draft.config.rope_parameters == {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    with pytest.raises(DraftCheckpointError, match="`rope_parameters=`.*spiral"):
+        AutoDraft.from_pretrained(tmp_path, rope_parameters={"rope_type": "spiral"})
+
+
+def stating(config, field, value, nested):
+    """A config that says one thing more, at its top or in `eagle_config`."""
+    if not nested:
+        return config | {field: value}
+    return config | {"eagle_config": (config.get("eagle_config") or {}) | {field: value}}
+
+
 def test_arguments_that_decide_nothing_are_refused(target, tmp_path):
     draft = load(SPELLINGS["safeailab"], tmp_path / "theirs", target=target)
     draft.save_pretrained(tmp_path / "ours")

@@ -225,7 +225,7 @@ def test_every_missing_or_misshapen_tensor_is_named(tmp_path, name, fault):
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_tensors_that_do_not_belong_are_named(tmp_path, name):
     tensors, config, _ = SPELLINGS[name]
-    for key in ("layers.0.self_attn.rotary_emb.inv_freq", "transformer.extra.weight", "lm_head.bias", "fc.extra"):
+    for key in ("layers.0.self_attn.rotary_emb.extra", "transformer.extra.weight", "lm_head.bias", "fc.extra"):
         with pytest.raises(DraftCheckpointError, match=key.replace("layers.0", r"(layers.0|transformer)")):
             AutoDraft.from_pretrained(write(tmp_path, tensors() | {key: torch.ones(2)}, config), feature_layers=[8])
 
@@ -271,6 +271,23 @@ def test_nothing_says_how_many_layers_the_target_has(tmp_path):
     draft = AutoDraft.from_pretrained(write(tmp_path, eagle()), feature_layers=[7])
     with pytest.raises(ValueError, match=r"feature_layers=\[8\]"):
         draft.attach(tiny_target())
+
+
+def test_buffers_that_old_versions_saved_are_left_out_by_name(tmp_path):
+    for content, layer in ((eagle(), "layers.0."), (griffin(), "layers.0."), (legacy(), "transformer.")):
+        content[f"{layer}self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+        config = legacy_config() if layer == "transformer." else CONFIG
+        draft = AutoDraft.from_pretrained(write(tmp_path, content, config), feature_layers=[8])
+        assert any(f"{layer}self_attn.rotary_emb.inv_freq" in text for text in draft.config.source["decisions"])
+
+
+@pytest.mark.parametrize("field, value", [
+    ("rms_norm_eps", "small"), ("vocab_size", "64"), ("vocab_size", -3), ("max_position_embeddings", "2k"),
+    ("rope_scaling", "yarn"), ("rope_scaling", {"type": "linear"}), ("rope_theta", "large"), ("hidden_act", "nope"),
+])  # fmt: skip
+def test_fields_that_make_no_sense_are_the_configs_fault(tmp_path, field, value):
+    with pytest.raises(DraftCheckpointError, match="config.json"):
+        AutoDraft.from_pretrained(write(tmp_path, eagle(), CONFIG | {field: value}), feature_layers=[8])
 
 
 def test_old_style_rope_scaling_is_read(tmp_path):

@@ -103,6 +103,14 @@ def test_a_full_vocabulary_needs_no_map(tmp_path):
         write(tmp_path, content, CONFIG | {"draft_vocab_size": V}), feature_layers=[2, 4, 5]
     )
     assert torch.equal(draft.kept_ids, torch.arange(V))
+    unset = {
+        "d2t": torch.zeros(V, dtype=torch.long),
+        "t2d": torch.zeros(V, dtype=torch.bool),
+    }  # as some code saves them
+    draft = AutoDraft.from_pretrained(
+        write(tmp_path, content | unset, CONFIG | {"draft_vocab_size": V}), feature_layers=[2, 4, 5]
+    )
+    assert torch.equal(draft.kept_ids, torch.arange(V)) and bool(draft.t2d.all())
 
 
 def test_half_precision_keeps_the_map_in_integers(tmp_path):

@@ -108,6 +108,24 @@ def test_sizes_that_cannot_work_say_both_numbers():
         named(tiny_draft(tiny_target()), other_tokenizer()).attach(target, tokenizer=tiny_tokenizer())
 
 
+def test_a_target_that_is_resized_after_it_was_attached_is_checked_again():
+    target = tiny_target()
+    draft = tiny_draft(target)
+    target.resize_token_embeddings(72)
+    with pytest.raises(ValueError, match="of 64, but .*`vocab_size=72`"):
+        draft.attach(target)
+    draft.attach(target, tokenizer=tiny_tokenizer())
+    assert draft.config.vocab_size == len(draft.t2d) == 72
+
+
+def test_an_offloaded_embedding_is_not_compared():
+    target = tiny_target()
+    draft = Eagle3Draft.from_target(target, own_embeddings=True)
+    target.get_input_embeddings().weight = torch.nn.Parameter(target.get_input_embeddings().weight.to("meta"))
+    draft.share_embedding(target)
+    assert draft.config.own_embeddings
+
+
 def test_another_model_or_revision_warns_once():
     target, other = tiny_target(), tiny_target()
     target.config._name_or_path, other.config._name_or_path = "org/base", "org/tuned"
@@ -146,6 +164,21 @@ def trainer(folder, draft, target, tokenizer, **kwargs):
     from datasets import Dataset
 
     return GTOTrainer(draft, target, args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
+
+
+def test_another_tokenizer_of_the_same_size_warns_once():
+    target = tiny_target()
+    draft = Eagle3Draft.from_target(target, tokenizer=tiny_tokenizer())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        draft.attach(target, tokenizer=tiny_tokenizer())
+    for model in (target, tiny_target()):  # attached before, and not yet
+        other = copy.deepcopy(draft)
+        with pytest.warns(UserWarning, match="another tokenizer"):
+            other.attach(model, tokenizer=other_tokenizer())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            other.attach(model, tokenizer=other_tokenizer())
 
 
 def test_the_trainer_records_the_tokenizer_and_warns_of_another(tmp_path):

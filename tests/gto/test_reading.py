@@ -3,7 +3,9 @@
 
 import pytest
 import torch
+from peft import LoraConfig, inject_adapter_in_model
 
+from gto_hf.drafts import EagleDraft
 from gto_hf.gto import read_target
 from gto_hf.target import find_head
 from tests.families import FAMILIES
@@ -82,3 +84,27 @@ def test_a_target_that_answers_nan_is_asked_again():
     assert find_head(target, lambda: probe(target)) is None
     target.lm_head.weight.data.copy_(weight)
     assert find_head(target, lambda: probe(target)) is not None
+
+
+HEADS = {
+    "adapter": lambda target: inject_adapter_in_model(
+        LoraConfig(target_modules=["lm_head"], init_lora_weights=False), target
+    ),
+    "another head": lambda target: target.set_output_embeddings(torch.nn.Linear(32, 64, bias=False)),
+    "resized": lambda target: target.resize_token_embeddings(60, mean_resizing=False),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_that_was_replaced_is_found_again(name):
+    target = tiny_target()
+    draft = EagleDraft.from_target(target)  # compares the head that is there now
+    HEADS[name](target)
+    ids = torch.arange(3, 13)[None]
+    reading = read_target(target, ids, torch.ones_like(ids), [8], 0, 10, use_cache=False)
+    with torch.no_grad():
+        logits = target(ids).logits
+        made = reading.readout.logits(torch.zeros(10, dtype=torch.long), torch.arange(10))
+        torch.testing.assert_close(made, logits[0])
+        if name != "resized":
+            torch.testing.assert_close(draft.attach(target).head(reading.sequences.features), logits)
