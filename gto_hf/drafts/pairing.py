@@ -91,7 +91,7 @@ def warn_other_target(draft: nn.Module, found: dict[str, Any]) -> None:
     told, stored = _told.setdefault(draft, set()), dict(draft.config.target or {})
     if "quantization" in stored:  # to have none is a fact, while a name or a tokenizer may be unknown
         stored, found = ({**d, "quantization": d["quantization"] or "none"} for d in (stored, found))
-    for field in ("name_or_path", "revision", "quantization", "tokenizer"):
+    for field in ("name_or_path", "revision", "quantization"):
         expected = stored.get(field)
         if expected is None or found.get(field) in (None, expected) or (field, found[field]) in told:
             continue
@@ -100,13 +100,17 @@ def warn_other_target(draft: nn.Module, found: dict[str, Any]) -> None:
             f"This draft was trained for `{field}={expected}` but decodes for `{found[field]}`: the text stays right, the "
             "acceptance length may suffer."
         )
+    _warn_other_hash(draft, found.get("tokenizer"))
 
 
 def warn_other_tokenizer(draft: nn.Module, tokenizer: Any) -> None:
     """Warn, once for a draft and a tokenizer, that a tokenizer of a vocabulary of the right size is another one."""
-    stored, found = (draft.config.target or {}).get("tokenizer"), tokenizer_hash(tokenizer)
-    told = _told.setdefault(draft, set())
-    if stored in (None, found) or ("tokenizer", found) in told:
+    _warn_other_hash(draft, tokenizer_hash(tokenizer))
+
+
+def _warn_other_hash(draft: nn.Module, found: str | None) -> None:
+    stored, told = (draft.config.target or {}).get("tokenizer"), _told.setdefault(draft, set())
+    if stored is None or found in (None, stored) or ("tokenizer", found) in told:
         return
     told.add(("tokenizer", found))
     warnings.warn(

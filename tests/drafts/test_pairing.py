@@ -144,7 +144,7 @@ def test_another_model_or_revision_warns_once():
 
 def test_another_tokenizer_or_quantization_of_the_same_sizes_warns_once():
     target, draft = tiny_target(), named(tiny_draft(tiny_target()))
-    with pytest.warns(UserWarning, match="tokenizer="):
+    with pytest.warns(UserWarning, match="another tokenizer"):
         draft.attach(target, tokenizer=other_tokenizer())
     quantized = tiny_target()
     quantized.config.quantization_config = {"quant_method": "gptq"}
