@@ -183,7 +183,11 @@ def test_the_metadata_is_valid_and_survives_a_round_trip(config, measured, tmp_p
     card.save(tmp_path / "README.md")
     again = ModelCard.load(tmp_path / "README.md")
     assert again.data.to_dict() == card.data.to_dict()
-    assert again.data.base_model == "org/llm" and again.data.library_name == "gto-hf" and again.data.license == "mit"
+    assert (
+        again.data.base_model == "org/llm"
+        and again.data.to_dict()["library_name"] == "gto-hf"
+        and again.data.license == "mit"
+    )
     assert again.data.datasets == "org/rows" and "speculative-decoding" in again.data.tags
     results = again.data.eval_results
     assert len(results) == 4 and all(isinstance(r, EvalResult) for r in results)
@@ -316,7 +320,11 @@ def test_an_adapters_card_names_its_base(llama, tmp_path):
     trainer.save_model()
     assert main(["card", f"{tmp_path}/out", "--overwrite"]) == 0
     card = ModelCard.load(tmp_path / "out" / "README.md")
-    assert card.data.library_name == "peft" and 'base="path/to/base-draft"' in card.text and "export" not in card.text
+    assert (
+        card.data.to_dict()["library_name"] == "peft"
+        and 'base="path/to/base-draft"' in card.text
+        and "export" not in card.text
+    )
     assert "type LORA, r 2" in card.text
 
 

@@ -71,7 +71,7 @@ def test_a_draft_comes_back_from_the_hub_with_a_card(tmp_path):
     again = AutoDraft.from_pretrained("me/draft", target=target)
     assert equal(draft, again) and again.tree == draft.tree and again.name_or_path == "me/draft"
     card = ModelCard.load("me/draft")
-    assert card.data.library_name == "gto-hf" and "speculative-decoding" in card.data.tags
+    assert card.data.to_dict()["library_name"] == "gto-hf" and "speculative-decoding" in card.data.tags
     assert 'AutoDraft.from_pretrained("me/draft")' in card.text and "not been measured" in card.text
     assert_nothing_leaked("me/draft")
     assert hub().unknown == []
@@ -192,7 +192,7 @@ def test_an_adapter_finds_its_base_on_the_hub_at_its_revision(tmp_path):
         torch.testing.assert_close(value, expected.state_dict()[key])
     assert not torch.equal(again.fc.weight, base.fc.weight)
     card = ModelCard.load("me/adapter")
-    assert card.data.library_name == "peft" and card.data.base_model == "me/base"
+    assert card.data.to_dict()["library_name"] == "peft" and card.data.base_model == "me/base"
     assert card.data.base_model_relation == "adapter" and card.data.datasets is None
     assert_nothing_leaked("me/adapter")
 
