@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How all commands of `gto-hf` look and end: help, exit codes, shell completion. Level 0; knows no command."""
+"""How all commands of `gto-hf` look and end: help, exit codes, shell completion. Level 1; knows no command."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Callable
 from typing import Any
+
+from .extras import install_hint
 
 
 EXIT_CODES = "Exit codes: 0 done; 1 an error that the last line explains; 2 wrong usage; 130 interrupted."
@@ -56,7 +59,7 @@ class Completion(argparse.Action):
         try:
             import shtab
         except ImportError:
-            parser.error("--completion needs the package shtab: pip install gto-hf[completion]")
+            parser.error(f"--completion needs the package shtab: {install_hint('completion')}")
         self._parsers()
         sys.stdout.write(shtab.complete(parser, shell=values))
         parser.exit()
@@ -71,6 +74,9 @@ def report(action: Callable[[], object]) -> int:
     """
     try:
         action()
+        sys.stdout.flush()
+    except BrokenPipeError:  # `gto-hf .. | head`: the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor may the interpreter's own flush complain
     except (ValueError, TypeError, OSError, ImportError, FloatingPointError) as error:
         print(f"gto-hf: error: {error}", file=sys.stderr)
         return 1

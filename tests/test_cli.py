@@ -15,7 +15,7 @@ import yaml
 from datasets import Dataset
 
 import gto_hf
-from gto_hf import console
+from gto_hf import console, extras
 from gto_hf.cli import main
 from tests.tiny import tiny_draft, tiny_target, tiny_tokenizer, written_rows
 
@@ -217,4 +217,26 @@ def test_completion_knows_every_command_and_says_what_to_install(monkeypatch, ca
     assert "--gto_weight" in made["bash"]["train"] and "version" in made["bash"]
     monkeypatch.setitem(sys.modules, "shtab", None)
     code, _, err = printed(["--completion", "zsh"], capsys)
-    assert code == 2 and "pip install gto-hf[completion]" in err
+    assert code == 2 and "pip install" in err and "[completion]" in err
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pipes of another kind")
+def test_a_reader_that_has_seen_enough_is_no_error():
+    run = subprocess.Popen(
+        [sys.executable, "-m", "gto_hf", "version"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    run.stdout.close()
+    assert run.stderr.read() == "" and run.wait() == 0
+    run.stderr.close()
+
+
+@pytest.mark.parametrize(
+    ("origin", "command"),
+    [
+        (None, 'pip install "gto-hf[draw]"'),
+        ('{"url": "file:///clone", "dir_info": {"editable": true}}', 'pip install -e ".[draw]"'),
+    ],
+)
+def test_a_missing_extra_is_named_as_the_package_was_installed(origin, command, monkeypatch):
+    monkeypatch.setattr(extras, "distribution", lambda name: types.SimpleNamespace(read_text=lambda file: origin))
+    assert command in extras.install_hint("draw")

@@ -9,9 +9,10 @@ import gto_hf
 
 ROOT = Path(gto_hf.__file__).parent
 LEVELS = {
-    "console": 0,
+    "extras": 0,
     "tree": 0,
     "metrics": 0,
+    "console": 1,
     "target": 1,
     "drafts": 2,
     "checkpoints": 3,

@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
-from transformers.utils import cached_file, extract_commit_hash
+from transformers.utils import cached_file, extract_commit_hash, logging
 
 from gto_hf.drafts import DraftCheckpointError
 
+
+logger = logging.get_logger(__name__)
 
 # In the order of transformers, which reads our own folders: a pickle that lies beside safetensors is the older one.
 _WEIGHTS = (
@@ -70,6 +72,10 @@ def read_config(source: str, **hub: Any) -> dict[str, Any]:
         os.path.exists(source) or source.startswith((".", "/", "~")) or source.count("/") > 1
     ):
         raise DraftCheckpointError(f"`{source}` is neither a folder nor a Hub id (`name` or `owner/name`).")
+    if not os.path.isdir(source) and os.path.isdir(os.path.dirname(source)):
+        logger.warning(
+            f"There is no folder `{source}` here, though there is `{os.path.dirname(source)}`: asking the Hub."
+        )
     for name in ("config.json", "adapter_config.json"):
         path = _fetch(source, name, hub)
         if path is not None:

@@ -2,7 +2,7 @@
 """
 One round of decoding as a picture: the tree, what was accepted, where the draft's greedy path was cut. Level 5.
 
-Text for the terminal with rich, files with matplotlib. Both are optional: `pip install gto-hf[draw]`.
+Text for the terminal with rich, files with matplotlib. Both are optional: the extra `draw`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gto_hf.decoding.trace import RoundTrace
+from gto_hf.extras import install_hint
 
 from .misalignment import accepted_columns, node_columns
 
@@ -123,7 +124,7 @@ def rich_tree(trace: RoundTrace, tokenizer: Any = None, *, max_nodes: int | None
         from rich.text import Text
         from rich.tree import Tree
     except ImportError as error:
-        raise ImportError("Drawing a tree needs rich. Install it: `pip install gto-hf[draw]`.") from error
+        raise ImportError(f"Drawing a tree needs rich. Install it: {install_hint('draw')}.") from error
     root = _picture(trace, tokenizer, max_nodes)
     head = Text(_headline(trace, max_nodes) + "\n", no_wrap=True, overflow="ellipsis")
     tree = Tree(head + _line(root), guide_style="dim")
@@ -291,7 +292,7 @@ def _write_figure(root: _Node, title: str, path: Path) -> None:
     try:
         from matplotlib import rc_context
     except ImportError as error:
-        raise ImportError("Drawing to a file needs matplotlib. Install it: `pip install gto-hf[draw]`.") from error
+        raise ImportError(f"Drawing to a file needs matplotlib. Install it: {install_hint('draw')}.") from error
     kind = path.suffix.lower()[1:]
     undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "gto-hf"}), warnings.catch_warnings():

