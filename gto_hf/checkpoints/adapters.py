@@ -72,3 +72,11 @@ def merge_adapter(source: str, base: DraftModel, **hub: Any) -> DraftModel:
     merged = model.merge_and_unload()
     check_values(source, merged)
     return merged.eval()
+
+
+def adapter_size(draft: DraftModel, config: Any) -> int:
+    """Parameters that a fresh adapter of `config` ([`~peft.PeftConfig`]) adds to `draft`, which is changed."""
+    from peft import get_peft_model
+
+    before = draft.num_parameters()
+    return get_peft_model(draft, config).get_base_model().num_parameters() - before

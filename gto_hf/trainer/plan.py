@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from gto_hf.checkpoints.adapters import adapter_size
 from gto_hf.drafts import DRAFTS, DraftConfig, FeatureDraft
 from gto_hf.gto.token_loss import LOSS_ELEMENTS
+from gto_hf.lora import draft_peft_config
 from gto_hf.target import text_config
 from gto_hf.tree import TreeConfig
 
@@ -57,6 +59,7 @@ class Sizes:
         tree (`TreeConfig`): Of training. roots (`int`): Roots per row, K · m; 0 without trees.
         score_nodes (`int`): Nodes of one target forward. element (`int`): Bytes per number of the target.
         features (`int`, *optional*, defaults to 3): Layers of the target that the draft reads.
+        adapter (`int`, *optional*, defaults to 0): Parameters of a fresh adapter, which then are all that is trained.
     """
 
     target: int
@@ -74,6 +77,12 @@ class Sizes:
     score_nodes: int
     element: int
     features: int = 3
+    adapter: int = 0
+
+    @property
+    def trained(self) -> int:
+        """Parameters with a gradient and two states of Adam."""
+        return self.adapter or self.draft
 
     def memory(self) -> dict[str, int]:
         """Bytes on one device that holds everything, without activations of the draft's layer."""
@@ -81,14 +90,14 @@ class Sizes:
         size = self.element
         found = {
             "target": size * self.target,
-            "draft, gradient and Adam": 16 * self.draft,
+            "draft, gradient and Adam": 4 * (self.draft + self.adapter) + 12 * self.trained,
             "features of the target's layers": self.features * size * text * self.hidden,
             "last hidden states": size * text * self.hidden,
             "draft logits of the loss": 20 * min(LOSS_ELEMENTS, self.steps * text * self.draft_vocab),
         }
         if self.roots:
             found |= {
-                "reference M0": 4 * self.draft,
+                "reference M0": 0 if self.adapter else 4 * self.draft,  # the adapter switched off
                 "keys and values of the text": 2 * size * self.layers * text * self.kv,
                 "logits of tree nodes": size * nodes * self.vocab,
                 "keys and values of tree nodes": 2 * size * self.layers * nodes * self.kv,
@@ -98,8 +107,8 @@ class Sizes:
     def per_device(self, devices: int) -> dict[str, int]:
         """Bytes per device under each configuration of `examples/accelerate`, split over `devices` where it splits."""
         whole = sum(self.memory().values())
-        optimizer = 12 * self.draft  # gradient and Adam's two states
-        shared = self.element * self.target + 16 * self.draft
+        optimizer = 12 * self.trained  # gradient and Adam's two states
+        shared = self.element * self.target + 4 * (self.draft + self.adapter) + optimizer
         gathered = (
             self.element * self.vocab * (self.hidden + self.rows * self.length)
         )  # the head, and logits of the text
@@ -119,11 +128,17 @@ class Sizes:
         return float(target + token_loss + trees + paths)
 
 
-def sizes_of(config: PreTrainedConfig, draft: DraftConfig, args: GTOConfig) -> Sizes:
-    """Sizes of a target and a draft by their configs; also checks that trees can be scored on the target."""
+def sizes_of(config: PreTrainedConfig, draft: DraftConfig, args: GTOConfig, peft_config: Any = None) -> Sizes:
+    """
+    Sizes of a target and a draft by their configs; also checks that trees can be scored on the target, and that a
+    `peft_config` fits the draft.
+    """
     with torch.device("meta"):
         target = AutoModelForCausalLM.from_config(config).eval()
-        drafted = sum(parameter.numel() for parameter in DRAFTS[draft.draft_type](draft).parameters())
+        model = DRAFTS[draft.draft_type](draft)
+        drafted, adapter = model.num_parameters(), 0
+        if peft_config is not None:
+            adapter = adapter_size(model, draft_peft_config(peft_config, model))
     tree = args.tree(TreeConfig(**draft.tree))
     check_target_for_training(target, tree, args)
     text = text_config(target)
@@ -148,6 +163,7 @@ def sizes_of(config: PreTrainedConfig, draft: DraftConfig, args: GTOConfig) -> S
         score_nodes=args.score_nodes,
         element=2 if dtype in ("bfloat16", "float16") else 4,
         features=len(draft.feature_layers or ()),
+        adapter=adapter,
     )
 
 
@@ -217,6 +233,7 @@ def plan_text(
     dataset: str,
     devices: int = 8,
     draft_type: str = "eagle3",
+    peft_config: Any = None,
 ) -> str:
     """
     What a run will need, after everything but the weights was checked.
@@ -225,7 +242,7 @@ def plan_text(
         args ([`GTOConfig`]): The run's. target (`str`), draft (`str`, *optional*): Folders or Hub ids.
         draft_vocab_size (`int`, *optional*), draft_type (`str`, *optional*): Of a draft that is fresh or not here.
         dataset (`str`): Folder, file or Hub id. devices (`int`, *optional*, defaults to `8`): What the splitting
-            configurations split over.
+            configurations split over. peft_config ([`~peft.PeftConfig`], *optional*): Of a fresh adapter.
 
     Raises:
         ValueError: For everything that would stop the run before its first step and can be seen without weights.
@@ -234,7 +251,7 @@ def plan_text(
         raise ValueError("`max_length=None`: a plan needs the longest row, in tokens.")
     config = target_config(target)
     draft_shape, said = draft_config(draft, config, draft_vocab_size, draft_type)
-    sizes = sizes_of(config, draft_shape, args)
+    sizes = sizes_of(config, draft_shape, args, peft_config)
     rows, counted = _rows(dataset)
     epochs_rows = rows * args.num_train_epochs
     per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps
@@ -244,7 +261,8 @@ def plan_text(
     lines = [
         f"target: {target}: {sizes.target / 1e9:.2f}e9 parameters, {sizes.layers} layers, width {sizes.hidden}, "
         f"{sizes.vocab} tokens",
-        f"draft: {draft or 'a fresh one'}: {sizes.draft / 1e9:.2f}e9 parameters ({said})",
+        f"draft: {draft or 'a fresh one'}: {sizes.draft / 1e9:.2f}e9 parameters ({said})"
+        + (f", of an adapter {sizes.adapter / 1e6:.2f}e6 are trained" if sizes.adapter else ""),
         f"data: {dataset}: {counted}",
         f"trees: depth {tree.depth}, top-k {tree.top_k}, {tree.total_tokens} nodes; {sizes.roots} roots per row; at most {most} "
         "nodes per row through the target, fewer as equal nodes are merged",

@@ -81,7 +81,12 @@ def main(argv: list[str] | None = None) -> None:
         if args.target_model_name_or_path is None:
             parser.error("--plan needs --target_model_name_or_path")
         named, fresh = model_args.model_name_or_path, (draft_args.draft_vocab_size, draft_args.draft_type)
-        print(plan_text(args, args.target_model_name_or_path, named, fresh[0], name, draft_type=fresh[1]))
+        adapter = get_peft_config(model_args)
+        print(
+            plan_text(
+                args, args.target_model_name_or_path, named, fresh[0], name, draft_type=fresh[1], peft_config=adapter
+            )
+        )
         return
     if name.endswith((".json", ".jsonl")) and not Path(name).is_file():
         parser.error(f"--dataset_name: there is no file {name}")

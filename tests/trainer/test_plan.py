@@ -8,14 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from datasets import Dataset
+from peft import LoraConfig
 
-from gto_hf import CausalLMDraft, GTOConfig, TreeConfig
+from gto_hf import CausalLMDraft, GTOConfig, GTOTrainer, TreeConfig
 from gto_hf.cli import main
 from gto_hf.drafts import DRAFTS
 from gto_hf.trainer.plan import GIB, Sizes, draft_config, fresh_vocab, plan_text, sizes_of
 from gto_hf.trainer.script import FRESH_TYPES
 from gto_hf.trainer.shapes import KNOWN_TARGETS, target_config
-from tests.tiny import tiny_draft, tiny_target
+from tests.tiny import tiny_draft, tiny_target, tiny_tokenizer, written_rows
 
 
 RECIPES = sorted((Path(__file__).parents[2] / "examples" / "paper").glob("*.yaml"))
@@ -71,6 +73,40 @@ def test_the_arithmetic_is_that_of_the_page_on_scale():
     # 2 P (T + nodes) + 6 p T D + 4 p K m (1 + (depth - 1) k) + 6 p K m depth, with the trees of docs/scale.md
     by_hand = 2 * 8.03e9 * (2048 + 100) + 6 * 0.42e9 * 2048 * 8 + 4 * 0.42e9 * 128 * 71 + 6 * 0.42e9 * 128 * 8
     assert small.row_flops(100) == pytest.approx(by_hand)
+
+
+def test_an_adapter_is_all_that_is_trained_and_its_reference_costs_nothing(tmp_path):
+    target = tiny_target("llama")
+    draft = tiny_draft(target, vocab=48)
+    target.config.save_pretrained(tmp_path / "target")
+    draft.save_pretrained(tmp_path / "draft")
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    args = GTOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none", max_length=100)
+    config = LoraConfig(r=4)
+    shape, _ = draft_config(str(tmp_path / "draft"), target.config)
+    sizes = sizes_of(target.config, shape, args, config)
+    # The same default modules as in training.
+    trainer = GTOTrainer(
+        draft,
+        target,
+        args,
+        train_dataset=Dataset.from_list(written_rows(target, 4, 12)),
+        processing_class=tiny_tokenizer(),
+        peft_config=config,
+    )
+    assert sizes.adapter == sum(p.numel() for p in trainer.model.parameters() if p.requires_grad) > 0
+    memory = sizes.memory()
+    assert memory["draft, gradient and Adam"] == 4 * sizes.draft + 16 * sizes.adapter
+    assert memory["reference M0"] == 0
+    said = plan_text(
+        args, str(tmp_path / "target"), str(tmp_path / "draft"), None, str(tmp_path / "rows.jsonl"), peft_config=config
+    )
+    assert f"of an adapter {sizes.adapter / 1e6:.2f}e6 are trained" in said
+
+
+def test_the_plan_of_the_command_line_sees_the_adapter(tmp_path, capsys):
+    argv = ["train", "--config", str(RECIPES[4]), "--plan", "--use_peft", "--lora_r", "8"]
+    assert main(argv) == 0 and "of an adapter" in capsys.readouterr().out
 
 
 def test_sizes_are_those_of_the_real_models(tmp_path):
