@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,13 @@ def check_matplotlib() -> None:
         ) from error
 
 
-def write_plots(folder: Path, results: list[Result]) -> list[Path]:
+def write_plots(folder: Path, results: list[Result], own_trees: dict[str, dict[str, int]]) -> list[Path]:
     """
     One file per question that the results can answer, in an existing folder.
 
     Args:
-        folder (`Path`): Where. results (`list[Result]`): From [`summarize`].
+        folder (`Path`): Where. results (`list[Result]`): From [`summarize`]. own_trees (`dict`): The trees that drafts have
+            of their own, by the draft's name; they stand beside those of `--tree-sizes`.
 
     Returns:
         `list[Path]`: Of `tau_by_set.png`, `acceptance_by_depth.png`, `time_split.png` and `speedup_by_tree.png` those for
@@ -41,12 +43,16 @@ def write_plots(folder: Path, results: list[Result]) -> list[Path]:
     # Trees of `--tree-sizes` have a picture of their own; in the others they would bury the systems.
     drafted = [r for r in results if r.counts.statistics.rounds and not _TREE.fullmatch(r.system)]
     whole = [result for result in drafted if result.set == "all"]
-    trees = [result for result in results if result.set == "all" and _TREE.fullmatch(result.system)]
+    sized = {result.system: _TREE.fullmatch(result.system) for result in results}
+    shapes = {system: (found[1], tuple(map(int, found.groups()[1:]))) for system, found in sized.items() if found}
+    for name in {draft for draft, _ in shapes.values()} & set(own_trees):
+        shapes[name] = name, tuple(own_trees[name][key] for key in ("depth", "top_k", "total_tokens"))
+    trees = [result for result in results if result.set == "all" and result.system in shapes]
     made = {
         "tau_by_set.png": (_tau_by_set, drafted),
         "acceptance_by_depth.png": (_by_depth, [r for r in whole if r.counts.statistics.accepted_tokens]),
         "time_split.png": (_time_split, [result for result in whole if result.counts.round_seconds]),
-        "speedup_by_tree.png": (_by_tree, trees),
+        "speedup_by_tree.png": (partial(_by_tree, shapes=shapes), trees),
     }
     paths = []
     for name, (draw, some) in made.items():
@@ -159,14 +165,14 @@ def _milliseconds(result: Result, part: str) -> float:
     return 1000 * counts.round_seconds * counts.figures()[f"{part}_share"] / counts.statistics.rounds
 
 
-def _by_tree(results: list[Result]) -> Any:
-    """SR over the nodes of the tree, one line per draft."""
+def _by_tree(results: list[Result], shapes: dict[str, tuple[str, tuple[int, ...]]]) -> Any:
+    """SR over the nodes of the tree, one line per draft; `shapes` has draft and tree of every system."""
     ticks: dict[int, dict[str, None]] = {}
     lines: dict[tuple[float, str], list[tuple[int, float]]] = {}
     for result in results:
-        draft, depth, top_k, nodes = _TREE.fullmatch(result.system).groups()
-        ticks.setdefault(int(nodes), {})[f"{depth}/{top_k}/{nodes}"] = None
-        lines.setdefault((result.temperature, draft), []).append((int(nodes), result.speedup))
+        draft, (depth, top_k, nodes) = shapes[result.system]
+        ticks.setdefault(nodes, {})[f"{depth}/{top_k}/{nodes}"] = None
+        lines.setdefault((result.temperature, draft), []).append((nodes, result.speedup))
     colors = _colors(results)
     figure, panels = _panels(results, 5.5, 2.6)
     for axis, some in panels:

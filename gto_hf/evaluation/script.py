@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> list[SystemRun]:
         drafts[name or path] = AutoDraft.from_pretrained(path, target=target, dtype=dtype).to(device)
     systems = [*(baseline_system(b, target, tokenizer) for b in baselines), *draft_systems(drafts, trees)]
     check_names(systems)
-    facts = settings(args, questions, {name: draft.tree.to_dict() for name, draft in drafts.items()})
+    facts = settings(args, questions, {name: draft.tree.to_dict() for name, draft in drafts.items()}, drafts)
     detail = Detail() if folder is None or args.no_details else Detail(time_split=True, trees=True)
     options = {"temperatures": temperatures, "max_new_tokens": args.max_new_tokens, "seed": args.seed}
     for each in sets:
@@ -134,7 +134,7 @@ def finish(
     if folder is not None:
         results = summarize(runs)
         write_report(folder, results, facts, sets)
-        plots = [] if args.no_plots else write_plots(folder, results)
+        plots = [] if args.no_plots else write_plots(folder, results, facts[TREES])
         print(
             "\nwritten: " + ", ".join(str(path) for path in (folder / "results.md", folder / "results.json", *plots))
         )
@@ -235,12 +235,18 @@ def load_models(args: argparse.Namespace) -> tuple[Any, Any, Any]:
     return target, AutoTokenizer.from_pretrained(args.target), draft
 
 
-def settings(args: argparse.Namespace, questions: list[Question], trees: dict[str, dict]) -> dict[str, Any]:
-    """What a figure must be read with."""
+TREES = "trees (root excluded)"  # key of `settings`
+
+
+def settings(
+    args: argparse.Namespace, questions: list[Question], trees: dict[str, dict], drafts: dict[str, Any]
+) -> dict[str, Any]:
+    """What a figure must be read with; `drafts` by name, each to be told from others of its name by its weights."""
     return {
         "target": args.target,
         "dtype": args.dtype,
-        "trees (root excluded)": trees,
+        TREES: trees,
+        "weights": {name: weights_hash(draft) for name, draft in drafts.items()},
         "questions": len(questions),
         "prompts hash": prompts_hash(questions),
         "max new tokens": args.max_new_tokens,

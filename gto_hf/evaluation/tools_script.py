@@ -68,7 +68,8 @@ def run_bench(args: argparse.Namespace) -> str:
         seed=args.seed,
         memory=not args.no_memory,
     )
-    facts = settings(args, questions, {s.name: s.tree.to_dict() for s in systems if s.tree is not None})
+    trees = {s.name: s.tree.to_dict() for s in systems if s.tree is not None}
+    facts = settings(args, questions, trees, {args.draft: draft})
     facts["draft"], facts["prompt sets"] = args.draft, [question.set for question in questions]
     table = bench_table(results)
     auto = next(r for r in results if r.name == AUTO)

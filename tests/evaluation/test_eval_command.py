@@ -15,7 +15,7 @@ from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 
 from gto_hf import TreeConfig
 from gto_hf.cli import main
-from gto_hf.evaluation import load_set, session
+from gto_hf.evaluation import load_set, plots, session
 from gto_hf.evaluation.plots import check_matplotlib
 from gto_hf.evaluation.prompts import split_name
 from gto_hf.evaluation.systems import Baseline, load_dflash, parse_baselines
@@ -53,8 +53,10 @@ def rows(folder):
     return [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
 
 
-def test_everything_in_one_run(models, tmp_path, capsys):
-    out = tmp_path / "results"
+def test_everything_in_one_run(models, tmp_path, capsys, monkeypatch):
+    out, drawn = tmp_path / "results", []
+    real = plots._by_tree
+    monkeypatch.setattr(plots, "_by_tree", lambda *args, **kwargs: drawn.append(real(*args, **kwargs)) or drawn[-1])
     baselines = f"plain,prompt-lookup:3,assisted:{models}/small,dflash:{models}/dflash"
     assert (
         main(command(models, out, "--baseline", baselines, "--tree-sizes", "2x2x4,3x1x3", tokens=4, temperature="0,1"))
@@ -92,6 +94,9 @@ def test_everything_in_one_run(models, tmp_path, capsys):
     assert chain["figures"]["tau_chain_simulated"] == pytest.approx(chain["figures"]["tau_micro"], abs=0.3)
     text = (out / "results.md").read_text()
     assert "## Acceptance by depth" in text and "## Time of a round" in text and "- machine: " in text
+    assert list(data["settings"]["weights"]) == ["d"] and data["settings"]["weights"]["d"] in text
+    # The tree of `--tree-sizes` and the draft's own, for each temperature.
+    assert [sorted(axis.lines[0].get_xdata()) for axis in drawn[0].axes] == [[3, 4, 8]] * 2
     for name in ("tau_by_set", "acceptance_by_depth", "time_split", "speedup_by_tree"):
         assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
