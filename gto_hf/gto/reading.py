@@ -14,6 +14,10 @@ from gto_hf.target import LogitHead, boundary_features, has_windows, target_head
 from .sequences import Sequences
 
 
+# Logits of the target's whole vocabulary in float32 that exist at a time: 32 M numbers are 128 MB.
+WIDE_ELEMENTS = 2**25
+
+
 @dataclass(frozen=True)
 class Readout:
     """
@@ -60,11 +64,17 @@ class Readout:
             column = slot - self.first
             some = self._unmixed(self.head.rows, self.states[row, column], ids)
             return some, self.normaliser[row, column], self.top[row, column]
-        logits = self.logits(row, slot)
-        whole = len(ids) == logits.shape[-1] and torch.equal(ids, torch.arange(len(ids), device=ids.device))
-        some = logits if whole else logits.index_select(-1, ids)
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return some, wide.logsumexp(-1), logits.max(-1).indices  # on CPUs faster than argmax
+        whole = len(ids) == self.vocab_size and torch.equal(ids, torch.arange(len(ids), device=ids.device))
+        parts = []
+        rows = max(1, WIDE_ELEMENTS // self.vocab_size)
+        for at in range(0, max(1, len(row)), rows):
+            some = slice(at, at + rows)
+            logits = self.logits(row[some], slot[some])
+            wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            mine = logits if whole else logits.index_select(-1, ids)
+            parts.append((mine, wide.logsumexp(-1), logits.max(-1).indices))  # on CPUs faster than argmax
+        found, normaliser, top = (torch.cat(each) for each in zip(*parts, strict=True))
+        return found, normaliser, top
 
     def _unmixed(self, call: Any, *args: torch.Tensor) -> torch.Tensor:
         """In the target's own dtype, as in its forward: mixed precision is the draft's."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from gto_hf.target import backend_mask
+from gto_hf.target import LogitHead, backend_mask, boundary_features, text_config
 from gto_hf.tree import DraftTree
 
 from .reading import Readout
@@ -116,7 +116,7 @@ def score_trees(
     _read_text(trie, ids, readout, values, temperature, sample)
     groups = chunks(trie, batch, max_nodes, needed)
     for group in groups:
-        _forward(target, cache, trie, sequences, group, values, temperature, sample)
+        _forward(target, readout.head, cache, trie, sequences, group, values, temperature, sample)
     for _ in range(largest(len(groups)) - len(groups)):
         target(input_ids=ids[:, :1], use_cache=False)
     scores = [
@@ -272,6 +272,7 @@ def _read(
 
 def _forward(
     target: Any,
+    head: LogitHead | None,
     cache: Any,
     trie: Trie,
     sequences: Sequences,
@@ -301,9 +302,14 @@ def _forward(
     positions = sequences.position_ids.gather(1, anchor) + trie.offsets[node]
     keys = torch.cat([sequences.position_ids, positions], dim=-1)
     mask = torch.cat([to_sequence, to_nodes], dim=-1)
+    inputs: dict[str, Any] = {}
+    final = text_config(target).num_hidden_layers
+    if head is not None:  # logits are made from last hidden states, a few nodes at a time; see `read_target`
+        inputs = {"output_hidden_states": [final], "logits_to_keep": torch.zeros(1, dtype=torch.long, device=device)}
     # The target's own dtype, as when it read the sequences: mixed precision is the draft's.
     with torch.autocast(device.type, enabled=False):
         output = target(
+            **inputs,
             input_ids=trie.tokens[node],
             position_ids=positions,
             attention_mask=backend_mask(target, mask, target.dtype, positions, keys),
@@ -318,8 +324,12 @@ def _forward(
     above = number[(trie.parents - trie.slots).clamp(min=-1)]
     below = (above >= 0).nonzero()[:, 0]
 
+    states = output.logits if head is None else boundary_features(output.hidden_states, [final])
+
     def logits(some: slice) -> torch.Tensor:
-        return output.logits[row[some], col[some]]
+        found = states[row[some], col[some]]
+        with torch.autocast(device.type, enabled=False):
+            return found if head is None else head(found)
 
     nodes = trie.slots + group[real]
     _read(logits, nodes, trie.slots + below, above[below], trie.tokens[below], values, temperature, sample)
