@@ -126,6 +126,8 @@ class RowEncoder:
     def _given(self, row: Mapping[str, Any], has: set[str]) -> Encoded:
         """Ids as they are: what the target generated is never rendered again."""
         ids = _plain(row["input_ids"])
+        if _packed(row):
+            raise RowError(Skip.PACKED, "a tree must not see another document; split it at `seq_lengths`")
         if "labels" in has:
             return ids, _plain(row["labels"]), []
         if self.completion_only is False:
@@ -189,6 +191,17 @@ class RowEncoder:
             before = render_ids(self.tokenizer, messages[:first], add_generation_prompt=True, **kwargs)
         start = len(commonprefix([before, ids]))
         return ids, _labels(ids, [0] * start + [1] * (len(ids) - start)), notes
+
+
+def _packed(row: Mapping[str, Any]) -> bool:
+    """Whether `seq_lengths` (TRL's packing) or `position_ids` that start again say that documents follow one another."""
+    lengths, positions = row.get("seq_lengths"), row.get("position_ids")
+    if lengths is not None and len(_plain(lengths)) > 1:
+        return True
+    steps = [] if positions is None else _plain(positions)
+    return all(isinstance(step, int) for step in steps) and any(
+        after <= before for before, after in zip(steps, steps[1:], strict=False)
+    )
 
 
 def trainable(labels: list[int]) -> bool:

@@ -20,6 +20,7 @@ class Skip(StrEnum):
     UNEQUAL = "labels of another length"
     MASKED = "nothing marked for training"
     TOO_LONG = "longer than max_length before the first trained token"
+    PACKED = "several documents in one row"
     TOO_SHORT = "too short to have a trainable token"
 
 

@@ -37,11 +37,14 @@ class TargetReader:
         target (`PreTrainedModel`): The frozen target.
         draft ([`DraftModel`]): Says which features it reads.
         args ([`GTOConfig`]): `features_path`.
-        dataset (`Dataset` or `IterableDataset`): Tokenised training rows, for the estimate of the size.
+        datasets (`list`): Tokenised rows of training and evaluation (`Dataset` or `IterableDataset`), for the estimate of the
+            size.
         split (`bool`): The target is split over ranks, which must call its modules equally often.
     """
 
-    def __init__(self, target: nn.Module, draft: DraftModel, args: GTOConfig, dataset: Any, *, split: bool) -> None:
+    def __init__(
+        self, target: nn.Module, draft: DraftModel, args: GTOConfig, datasets: list[Any], *, split: bool
+    ) -> None:
         self.target, self.layers, self.split = target, list(draft.config.feature_layers), split
         if split and args.features_path is not None:
             raise ValueError(
@@ -50,7 +53,9 @@ class TargetReader:
             )
         self.features: FeatureStore | None = None
         if args.features_path is not None:
-            self._announce(args.features_path, _tokens(dataset), FeatureStore.bytes_per_token(self.layers, target))
+            counts = [_tokens(dataset) for dataset in datasets]
+            tokens = None if None in counts else sum(counts)
+            self._announce(args.features_path, tokens, FeatureStore.bytes_per_token(self.layers, target))
             facts = {"target": _of_target(target), "feature layers": self.layers, "dtype": str(target.dtype)}
             self.features = FeatureStore(RowStore(args.features_path, facts))
 

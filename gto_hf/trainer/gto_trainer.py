@@ -244,7 +244,9 @@ class GTOTrainer(PushingTrainer):
         self.target_model = place_target(self.target_model, self)
         if self.reference is not None:
             self.reference.prepare(self.accelerator.device)
-        self._reader = TargetReader(self.target_model, draft, self.args, self.train_dataset, split=is_split(self))
+        held = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
+        datasets = [dataset for dataset in (self.train_dataset, *held) if dataset is not None]
+        self._reader = TargetReader(self.target_model, draft, self.args, datasets, split=is_split(self))
         self.term: TreeTerm | None = tree_term(self)
         kept = (self._reader.features, getattr(self.term, "memory", None))
         self.add_callback(FlushStores(*(one.store for one in kept if one is not None)))

@@ -166,6 +166,11 @@ def check_columns(dataset: Any, text_field: str, formatting_func: Any) -> None:
     """
     transformed = isinstance(dataset, Dataset) and dataset.format["type"] == "custom"  # its columns are not its rows'
     columns = None if transformed else getattr(dataset, "column_names", None)
+    if columns and "seq_lengths" in columns:
+        raise ValueError(
+            "`train_dataset` is packed (it has `seq_lengths`), but a tree must not see another document. Pass it as it was before "
+            "`pack_dataset`; rows are grouped by length with `train_sampling_strategy='group_by_length'`."
+        )
     known = ("input_ids", "messages", "conversations", "prompt", text_field)
     if formatting_func is None and columns and not set(known) & set(columns):
         raise ValueError(

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
-from trl import SFTConfig, SFTTrainer
+from trl import SFTConfig, SFTTrainer, pack_dataset
 
 from gto_hf import GTOConfig, GTOTrainer
 from gto_hf.trainer import rows as trainer_rows
@@ -54,6 +54,23 @@ def texts(trainer):
 
 def report(folder, name="train"):
     return json.loads((folder / "data_report.json").read_text())[name]
+
+
+# ---------------------------------------------------------------- packed rows
+def test_rows_that_come_packed_are_refused(target, tmp_path):
+    rows = Dataset.from_list([{"input_ids": list(range(5, 25))}] * 4)
+    packed = pack_dataset(rows, 40, strategy="bfd")
+    assert "seq_lengths" in packed.column_names
+    with pytest.raises(ValueError, match="packed.*another document"):
+        make(target, packed, tmp_path / "a")
+    restarts = [{"input_ids": list(range(5, 13)), "position_ids": [0, 1, 2, 3, 0, 1, 2, 3]}]
+    whole = [{"input_ids": list(range(5, 13)), "position_ids": list(range(8))}]
+    trainer = make(target, restarts + whole, tmp_path / "b")
+    assert len(trainer.train_dataset) == 1
+    assert report(tmp_path / "b")["skipped"] == {"several documents in one row": 1}
+    stream = IterableDataset.from_generator(lambda: iter(packed))
+    with pytest.raises(ValueError, match="several documents in one row"):
+        make(target, stream, tmp_path / "c")
 
 
 # ---------------------------------------------------------------- the same rows as TRL's

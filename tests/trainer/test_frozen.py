@@ -5,6 +5,7 @@ import copy
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 
@@ -93,6 +94,17 @@ def test_the_size_is_announced_and_a_full_disk_refused(llama, draft, rows, tmp_p
     make(draft, llama, rows, tmp_path / "a", gto_weight=0.0, features_path=str(tmp_path / "f"))
     tokens = sum(len(row["input_ids"]) for row in rows)
     per_token = FeatureStore.bytes_per_token(list(draft.config.feature_layers), llama)
+    assert f"{tokens:,} tokens of {per_token:,} bytes" in caplog.text
+    make(
+        draft,
+        llama,
+        rows,
+        tmp_path / "c",
+        eval_rows=Dataset.from_list(rows[:3]),
+        gto_weight=0.0,
+        features_path=str(tmp_path / "f"),
+    )
+    tokens += sum(len(row["input_ids"]) for row in rows[:3])
     assert f"{tokens:,} tokens of {per_token:,} bytes" in caplog.text
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 0))
     with pytest.raises(ValueError, match="features_path.*free"):
