@@ -5,7 +5,7 @@ What does each part of Group Tree Optimization do? One switch at a time, from th
     python examples/ablations.py                                  # the shipped draft and rows, a few minutes per variant
     python examples/ablations.py --variants control gto gto-no-debias --steps 200 --seeds 3
 
-The figure is τ on held-out prompts. Small runs differ by chance: compare differences with the spread over several seeds. `examples/comparison.py` is
+The figure is τ on held-out prompts. Small runs differ by chance: compare differences with the spread over several seeds. `examples/research/comparison.py` is
 the careful version (tuned rates, equal wall-clock time, many questions).
 """
 

@@ -18,7 +18,7 @@ from tests.tiny import memorised_rows, tiny_draft, tiny_target, tiny_tokenizer, 
 
 FOLDER = Path(__file__).parents[2] / "examples"
 LONGEST = 80  # lines
-ABOUT = {"quickstart.py", "comparison.py"}  # longer; run by .ci/run and by hand
+ABOUT = {"quickstart.py"}  # longer; run by .ci/run and by hand
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +51,39 @@ def example(monkeypatch):
         return module
 
     return load
+
+
+def test_the_comparison_runs_goes_on_and_refuses_another_ones_results(models, example, tmp_path, monkeypatch, capsys):
+    module = example("research/comparison")
+    monkeypatch.setattr(module, "load_target", partial(quickstart.load_target, models / "target", dtype=torch.float32))
+
+    def run(*more, rows="rows.jsonl"):
+        argv = ["comparison.py", "--smoke", "--output", str(tmp_path / "out"), "--train", str(models / rows)]
+        argv += ["--questions", str(models / "chats.jsonl"), *more]
+        monkeypatch.setattr("sys.argv", argv)
+        module.main()
+        return capsys.readouterr().out
+
+    table = run("--variants", "control", "gto", "tree_kl")
+    for name in ("phase1", "control", "gto", "tree_kl"):
+        assert table.count(f"| {name} |") == 4  # two tables for each temperature
+    logs = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*/log.json")}
+    assert {path.parent.name for path in logs} >= {"phase1", "control-seed1", "gto-seed1", "tree_kl-seed1"}
+    again = run("--variants", "control", "gto", "tree_kl")
+    assert again[again.index("| draft") :] == table[table.index("| draft") :]
+    assert all(path.stat().st_mtime_ns == made for path, made in logs.items())
+    monkeypatch.setitem(module.VARIANTS, "gto", {**module.VARIANTS["gto"], "gto_weight": 2.0})
+    with pytest.raises(ValueError, match="gto_weight = 0.5, but now it is 2.0"):
+        run("--variants", "gto")
+    lines = (models / "rows.jsonl").read_text().splitlines()
+    (models / "fewer.jsonl").write_text("\n".join(lines[:-1]))
+    with pytest.raises(ValueError, match="Name another folder"):
+        run("--variants", "control", rows="fewer.jsonl")
+    out = tmp_path / "stranger" / "phase1"
+    out.mkdir(parents=True)
+    (out / "log.json").write_text("{}")
+    with pytest.raises(ValueError, match="stranger.*None"):
+        run("--output", str(tmp_path / "stranger"))
 
 
 def test_examples_are_short_and_each_has_a_test():

@@ -26,7 +26,7 @@ def test_its_files_are_small_half_precision_and_explained():
         dtypes = {str(file.get_tensor(name).dtype) for name in file.keys() if name not in ("d2t", "t2d")}  # noqa: SIM118
     assert dtypes == {"torch.bfloat16"}
     card = (folder / "README.md").read_text()
-    assert "examples/comparison.py" in card and "SmolLM2" in card
+    assert "examples/research/comparison.py" in card and "SmolLM2" in card
     assert not [name for name in ("optimizer.pt", "training_args.bin") if (folder / name).exists()]
 
 

@@ -2,22 +2,24 @@
 """
 Does Group Tree Optimization beat simply training longer? One command, one real model, honest controls.
 
-    python examples/comparison.py                                     # the package's own answers and questions
-    python examples/comparison.py --train rows.jsonl --held held.jsonl --questions mt_bench.jsonl humaneval.jsonl gsm8k.jsonl
-    python examples/comparison.py --variants gto gto-mean gto-no-debias --seeds 1        # ablations
-    python examples/comparison.py --start gto_hf/assets/draft                            # Phase I goes on from a trained draft
-    python examples/comparison.py --inits                                                # what a fresh draft should start from
+    python examples/research/comparison.py                                     # the package's own answers and questions
+    python examples/research/comparison.py --train rows.jsonl --held held.jsonl --questions mt_bench.jsonl humaneval.jsonl gsm8k.jsonl
+    python examples/research/comparison.py --variants gto gto-mean gto-no-debias --seeds 1        # ablations
+    python examples/research/comparison.py --start gto_hf/assets/draft                            # Phase I goes on from a trained draft
+    python examples/research/comparison.py --steps 150 --rates 3e-4                               # longer, without a search of rates
+    python examples/research/comparison.py --inits                                                # what a fresh draft should start from
 
 Phase I trains a draft; from there every variant starts with the same weights and sees the same rows in the same order, with the
 learning rate that served it best on held-out rows. The control trains the token loss on, once for the same number of steps
-and once for the same wall-clock time. Every stage is skipped if its result is there and resumed if it was interrupted, so the
-command can be killed and repeated.
+and once for the same time. Every stage is skipped if its result is there and resumed if it was interrupted, so the
+command can be killed and repeated; a folder with results of other rows, questions or settings is refused.
 
 Acceptance is that of decoding: the target's answers are written once, greedily and sampled, and each draft is measured on them
 (see `gto_hf/evaluation/replay.py`). Speed is measured apart from this, with `gto-hf eval`.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import random
@@ -31,10 +33,10 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
 from gto_hf import AutoDraft, Eagle3Draft, GTOConfig, GTOTrainer, TreeConfig, count_tokens
-from gto_hf.data import load_jsonl, render_prompt
-from gto_hf.evaluation import Text, load_questions, read_texts, replay, spread
+from gto_hf.data import hold_out, load_jsonl, render_prompt
+from gto_hf.evaluation import Text, load_questions, prompts_hash, read_texts, replay, spread
 from gto_hf.quickstart import Budget, load_rows, load_target
-from gto_hf.target import text_config
+from gto_hf.target import text_config, weights_hash
 from gto_hf.trainer.resume import checkpoints, problem
 
 
@@ -82,28 +84,34 @@ MAIN = ("control", "gto", "tree_kl", "membership")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--train", type=Path, help="rows with input_ids and labels (default: the quickstart's)")
-    parser.add_argument("--held", type=Path, help="held-out rows for tuning (default: every tenth training row)")
+    parser.add_argument(
+        "--held", type=Path, help="held-out rows for tuning (default: a tenth of the training prompts)"
+    )
     parser.add_argument("--questions", nargs="+", default=["chat", "code", "math"], help="sets or JSON Lines files")
-    parser.add_argument("--output", type=Path, default=Path("runs/comparison"))
+    parser.add_argument("--output", type=Path, help="default: runs/comparison, with --smoke runs/comparison-smoke")
     parser.add_argument("--start", type=Path, help="a trained draft that Phase I continues (default: a fresh one)")
     parser.add_argument("--variants", nargs="+", default=list(MAIN), choices=list(VARIANTS))
     parser.add_argument("--seeds", type=int, default=len(SEEDS), help="how many of the seeds")
+    parser.add_argument("--steps", type=int, default=STEPS, help="steps of every variant")
+    parser.add_argument("--rates", type=float, nargs="+", default=RATES, help="learning rates to choose from")
     parser.add_argument("--inits", action="store_true", help="compare how fresh drafts start, and nothing else")
     parser.add_argument("--smoke", action="store_true", help="a tiny budget: does everything run?")
     args = parser.parse_args()
+    if args.output is None:
+        args.output = Path("runs/comparison-smoke" if args.smoke else "runs/comparison")
     if args.smoke:
-        shrink()
+        shrink(args)
     Comparison(args).run()
 
 
-def shrink() -> None:
+def shrink(args: argparse.Namespace) -> None:
     """A budget of about a minute; its figures mean nothing."""
+    args.steps, args.rates, args.seeds = 2, (1e-4,), 1
     globals().update(
         PHASE1={**PHASE1, "max_steps": 3},
         CONTINUE={**CONTINUE, "max_steps": 3},
         STEPS=2,
         TUNING_STEPS=1,
-        RATES=(1e-4,),
         SEEDS=(1,),
         INIT_STEPS=2,
     )
@@ -119,11 +127,17 @@ class Comparison:
         self.target, self.tokenizer = load_target()
         if args.train is None:
             rows = load_rows(self.target, self.tokenizer, Budget(), None)
-            self.rows, self.held = [row for i, row in enumerate(rows) if i % 10], rows[::10]
+            self.rows, self.held = hold_out(rows, 0.1)
         else:
             self.rows, self.held = load_jsonl(args.train), load_jsonl(args.held) if args.held else None
         if self.held is None:
-            self.rows, self.held = [row for i, row in enumerate(self.rows) if i % 10], self.rows[::10]
+            self.rows, self.held = hold_out(self.rows, 0.1)
+
+        self.hashed = digest(self.rows)
+        self.asked = [q for name in args.questions for q in spread(load_questions(name), QUESTIONS)]
+        facts = {"tree": TREE.to_dict(), "new tokens": NEW_TOKENS, "questions": prompts_hash(self.asked)}
+        facts |= {"held": digest(spread(self.held, HELD_ROWS)), "target": weights_hash(self.target)}
+        same_as_before(self.output / "facts.json", facts, bool(list(self.output.glob("*/log.json"))))
 
         # What tuning sees is the end of held-out rows, as the target wrote it.
         tuning = spread(self.held, HELD_ROWS)
@@ -140,8 +154,8 @@ class Comparison:
             rate = self.tuned_rate(name, phase1)
             seconds = 0.0
             for seed in SEEDS[: self.args.seeds]:
-                folder = self.output / f"{name}-seed{seed}"
-                self.train(phase1, folder, seed=seed, max_steps=STEPS, learning_rate=rate, **VARIANTS[name])
+                folder = self.folder(name, seed)
+                self.train(phase1, folder, seed=seed, max_steps=self.args.steps, learning_rate=rate, **VARIANTS[name])
                 seconds = max(seconds, spent(folder))
                 results.setdefault(name, []).append(self.measure(folder))
             if name != "control" and "control" in self.args.variants:
@@ -180,18 +194,26 @@ class Comparison:
         torch.manual_seed(0)
         return Eagle3Draft.from_target(
             self.target,
-            draft_vocab_size=DRAFT_VOCAB,
+            draft_vocab_size=min(DRAFT_VOCAB, vocab),
             token_counts=count_tokens((row["input_ids"] for row in self.rows), vocab),
             tokenizer=self.tokenizer,
             tree=TREE,
             init=init,
         )
 
+    def folder(self, name: str, seed: int, steps: int | None = None) -> Path:
+        """Of a variant's run; other lengths and a rate that was not searched for are named."""
+        rate = f"-{self.args.rates[0]:g}" if len(self.args.rates) == 1 and not self.args.smoke else ""
+        length = "" if steps is None and self.args.steps == STEPS else f"-{steps or self.args.steps}-steps"
+        return self.output / f"{name}{length}{rate}-seed{seed}"
+
     def tuned_rate(self, name: str, phase1: Path) -> float:
         """The learning rate of a variant: best acceptance on held-out rows after a short run. Ablations take GTO's."""
+        if len(self.args.rates) == 1:
+            return self.args.rates[0]
         base = "gto" if name.startswith("gto") else name
         found = {}
-        for rate in RATES:
+        for rate in self.args.rates:
             folder = self.output / "tuning" / f"{base}-{rate:g}"
             self.train(phase1, folder, seed=0, max_steps=TUNING_STEPS, learning_rate=rate, **VARIANTS[base])
             found[rate] = everywhere(self.measure(folder, self.tuning_texts, "tuning"), "all")
@@ -199,22 +221,21 @@ class Comparison:
         return max(found, key=found.get)
 
     def same_time(self, name: str, phase1: Path, seconds: float, results: dict) -> None:
-        """The control with as much wall-clock time as a variant took."""
+        """The control with as much time as a variant took."""
         rate = self.tuned_rate("control", phase1)
-        own = max(spent(self.output / f"control-seed{seed}") for seed in SEEDS[: self.args.seeds])
+        own = max(spent(self.folder("control", seed)) for seed in SEEDS[: self.args.seeds])
         # A schedule needs to know its end, so it is a number of steps; rounded up, for the control.
-        steps = STEPS if seconds <= own else -(-int(STEPS * seconds / own) // 5) * 5
+        given = self.args.steps
+        steps = given if seconds <= own else -(-int(given * seconds / own) // 5) * 5
         for seed in SEEDS[: self.args.seeds]:
-            folder = self.output / (f"control-seed{seed}" if steps == STEPS else f"control-{steps}-steps-seed{seed}")
+            folder = self.folder("control", seed, None if steps == given else steps)
             # The time of a step is known; features from disk change how long we wait, and nothing else.
-            options = {**VARIANTS["control"], **(self.cached if steps != STEPS else {})}
+            options = {**VARIANTS["control"], **(self.cached if steps != given else {})}
             self.train(phase1, folder, seed=seed, max_steps=steps, learning_rate=rate, **options)
             results.setdefault(f"control, as long as {name} ({steps} steps)", []).append(self.measure(folder))
 
     def train(self, draft, folder: Path, **options) -> None:
-        """One run, skipped if it is finished, resumed if it was interrupted."""
-        if (folder / "log.json").exists():
-            return
+        """One run, skipped if it is finished, resumed if it was interrupted; refused if it was another one."""
         if isinstance(draft, Path):
             draft = AutoDraft.from_pretrained(draft, dtype=torch.float32)
         settings = {
@@ -229,6 +250,14 @@ class Comparison:
             "save_total_limit": 1,
             "report_to": "none",
         }
+        facts = {
+            "draft": weights_hash(draft),
+            "rows": self.hashed,
+            **{k: v for k, v in options.items() if k != "features_path"},
+        }
+        same_as_before(folder / "facts.json", facts, folder.exists())
+        if (folder / "log.json").exists():
+            return
         data = Dataset.from_list([{key: row[key] for key in ("input_ids", "labels")} for row in self.rows])
         clock = Clock(folder / "seconds.json")
         trainer = GTOTrainer(
@@ -253,12 +282,11 @@ class Comparison:
     # ------------------------------------------------------------ measuring
     def answers(self) -> dict[str, list[tuple[str, Text]]]:
         """The target's own answers to the questions, greedy and sampled."""
-        questions = [q for name in self.args.questions for q in spread(load_questions(name), QUESTIONS)]
         found = {}
         for temperature in (0, 1):
             path = self.output / f"answers-T{temperature}.jsonl"
             if not path.exists():
-                lines = self.answer(questions, temperature)
+                lines = self.answer(self.asked, temperature)
                 write(path, "".join(json.dumps(line) + "\n" for line in lines))
             rows = load_jsonl(path)
             texts = [(row["set"], Text(row["tokens"], row["prompt"])) for row in rows]
@@ -338,6 +366,31 @@ class Clock(TrainerCallback):
         return sorted(self.steps)[len(self.steps) // 2]
 
 
+def digest(rows: list[dict]) -> str:
+    """A hash of token ids and labels: other rows, another number."""
+    text = json.dumps([[row["input_ids"], row["labels"]] for row in rows])
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def same_as_before(path: Path, facts: dict, results: bool) -> None:
+    """
+    Write what results depend on, or compare it with what is there.
+
+    Raises:
+        ValueError: If the folder holds results of other facts, or of none that are known.
+    """
+    facts = json.loads(json.dumps(facts))
+    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {} if results else facts
+    for name in {**facts, **found}:
+        if facts.get(name) != found.get(name):
+            raise ValueError(
+                f"`{path.parent}` holds results with {name} = {found.get(name)!r}, but now it is {facts.get(name)!r}. Name another "
+                "folder with `--output`, or delete this one."
+            )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write(path, json.dumps(facts, indent=1))
+
+
 def write(path: Path, text: str) -> None:
     """A file that is whole or not there: a run may be killed at any moment."""
     part = path.with_suffix(".part")
@@ -409,7 +462,7 @@ def table(results: dict[str, list[dict]], args: argparse.Namespace, output: Path
     """Markdown: acceptance length of every variant, all seeds, and paired differences."""
     lines = [
         f"Target: SmolLM2-135M-Instruct (Q4_1 GGUF, dequantized, bfloat16). Tree: depth {TREE.depth}, top-k {TREE.top_k}, "
-        f"{TREE.total_tokens} nodes. {QUESTIONS} questions per set, first turns, {NEW_TOKENS} new tokens. Phase II: {STEPS} steps "
+        f"{TREE.total_tokens} nodes. {QUESTIONS} questions per set, first turns, {NEW_TOKENS} new tokens. Phase II: {args.steps} steps "
         f"of {ROWS} rows. τ is the mean over questions; intervals are 95 %, paired over questions, seeds averaged.",
         "",
     ]
@@ -442,7 +495,8 @@ def table(results: dict[str, list[dict]], args: argparse.Namespace, output: Path
         lines.append(f"- tuning {folder.parent.name}: {found:.4f} tokens per round on held-out rows")
     lines += [
         "",
-        f"Command: `python examples/comparison.py --variants {' '.join(args.variants)} --seeds {args.seeds}`",
+        f"Command: `python examples/research/comparison.py --steps {args.steps} --rates {' '.join(f'{r:g}' for r in args.rates)} "
+        f"--variants {' '.join(args.variants)} --seeds {args.seeds}`",
         "",
     ]
     return "\n".join(lines)
