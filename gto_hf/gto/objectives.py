@@ -30,7 +30,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         """Loss `(..,)` of `logits` `(.., V)` against probabilities `wanted` of a shape that broadcasts to theirs."""
         log_probs = logits.log_softmax(-1)
-        loss = -torch.linalg.vecdot(wanted.expand_as(log_probs), log_probs)
+        loss = -torch.einsum("...v,...v->...", log_probs, wanted)  # a batched product: no tensor of all terms
         ctx.save_for_backward(log_probs.exp_().sub_(wanted))
         return loss
 
