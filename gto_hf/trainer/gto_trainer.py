@@ -53,7 +53,7 @@ from .place import is_split, largest_over_ranks, place_target
 from .push import AdapterPushCallback, PushingTrainer
 from .report import ReportCallback
 from .rows import RowPreparation
-from .sharded import full, whole
+from .sharded import evaluating, full, whole
 from .sums import Sums
 from .terms import Plan, TreeTerm, tree_term
 from .tokens import TokenTerm
@@ -406,7 +406,7 @@ class GTOTrainer(PushingTrainer):
 
     def evaluation_loop(self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
         """As in [`~transformers.Trainer`]; then prompts of the dataset are decoded, see [`Acceptance`]."""
-        with whole(self.model):
+        with evaluating(self):
             output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
             found = self._acceptance.measure(self.model, dataloader)
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in found.items()})

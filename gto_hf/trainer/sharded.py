@@ -94,13 +94,26 @@ def whole(model: nn.Module, *, gradients: bool = False) -> Iterator[None]:
             for part in parts:
                 stack.enter_context(_without_hooks(part))
             yield
+        found = [parameter.grad for parameter in gathered]
     finally:
+        for parameter in gathered:  # after an error too: FSDP2 gathers into the same parameters next time
+            parameter.grad = None
         for part in parts:
             part.reshard()
     if gradients:
-        for all_of_it, piece in zip(gathered, model.parameters(), strict=True):
+        for grad, piece in zip(found, model.parameters(), strict=True):
             if piece.requires_grad:
-                _share_gradient(all_of_it, piece)
+                _share_gradient(grad, piece)
+
+
+@contextmanager
+def evaluating(trainer: Any) -> Iterator[None]:
+    """Within it the draft of a trainer is whole, also before any training. All ranks must enter it."""
+    if trainer.is_fsdp_enabled and not trainer.accelerator._models:
+        # Trainer would have it split, which accelerate does only together with an optimizer.
+        trainer.accelerator.prepare_model(trainer.model.to(trainer.accelerator.device), evaluation_mode=True)
+    with whole(trainer.model):
+        yield
 
 
 @contextmanager
@@ -121,12 +134,11 @@ def _is_fsdp(hook: Any) -> bool:
     return getattr(hook, "__module__", "").startswith("torch.distributed.fsdp")
 
 
-def _share_gradient(all_of_it: nn.Parameter, piece: nn.Parameter) -> None:
-    """Average over ranks the gradient of a gathered parameter, and keep what belongs to this rank's piece."""
+def _share_gradient(grad: torch.Tensor | None, piece: nn.Parameter) -> None:
+    """Average the gradient of a whole parameter over ranks, and keep what belongs to this rank's piece."""
     mesh = piece.device_mesh
-    # A parameter that this rank did not use may have a gradient on another one.
-    grad = torch.zeros_like(all_of_it) if all_of_it.grad is None else all_of_it.grad
-    all_of_it.grad = None
+    if grad is None:  # not used by this rank, but perhaps by another
+        grad = torch.zeros(piece.shape, dtype=piece.dtype, device=piece.device)
     summed = DTensor.from_local(grad / mesh.size(), mesh, [Partial()] * mesh.ndim, run_check=False)
     share = summed.redistribute(placements=piece.placements)
     piece.grad = share if piece.grad is None else piece.grad + share

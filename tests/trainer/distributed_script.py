@@ -51,7 +51,6 @@ def main(
         per_device_train_batch_size=1 if "RANK" in os.environ else 2,
         num_groups=2,
         group_size=8,
-        bf16=False,
         use_cpu=True,
         report_to="none",
         disable_tqdm=True,
@@ -61,7 +60,7 @@ def main(
         per_device_eval_batch_size=2,
         eval_prompts=2,
         eval_max_new_tokens=8,
-        **{"max_steps": 3, "learning_rate": 1e-3, "save_strategy": "no", **options},
+        **{"max_steps": 3, "learning_rate": 1e-3, "save_strategy": "no", "bf16": False, **options},
     )
     if "fsdp" in options:
         turn_fsdp_on_for_cpus()
