@@ -40,10 +40,11 @@ def main(
     draft: str | None = None,
     target: str | None = None,
     evaluate_first: bool = False,
+    count: int = 8,
     **options: object,
 ) -> None:
-    rows = written_rows(tiny_target(), 8, 30)
-    for i in range(1, 8, 2):  # every second row, so every batch of one rank, is too short for a group
+    rows = written_rows(tiny_target(), count, 30)
+    for i in range(1, count, 2):  # every second row, so every batch of one rank, is too short for a group
         rows[i] = {key: ids[:7] for key, ids in rows[i].items()}
     rows[5]["labels"] = [-100, rows[5]["input_ids"][1]] + [-100] * 5  # nothing to train at all
     args = GTOConfig(
