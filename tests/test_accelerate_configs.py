@@ -12,6 +12,7 @@ from accelerate.utils import DistributedType
 FOLDER = Path(__file__).parents[1] / "examples" / "accelerate"
 KINDS = {
     "ddp": (DistributedType.MULTI_GPU, None),
+    "fsdp2": (DistributedType.FSDP, None),
     "zero2": (DistributedType.DEEPSPEED, 2),
     "zero3": (DistributedType.DEEPSPEED, 3),
 }

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from accelerate.data_loader import DataLoaderDispatcher, IterableDatasetShard
-from accelerate.utils import DistributedType
 from torch import nn
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer_pt_utils import IterableDatasetShard as StreamShard
@@ -161,8 +160,8 @@ class Acceptance:
         """Why nothing can be decoded, or None."""
         if self._args.eval_prompts == 0:
             return "`eval_prompts=0` decodes nothing in evaluation."
-        if is_deepspeed_zero3_enabled() or self._accelerator.distributed_type == DistributedType.FSDP:
-            return "the models are sharded (DeepSpeed ZeRO-3 or FSDP), so decoding would need every rank in every forward."
+        if is_deepspeed_zero3_enabled():
+            return "the models are split (DeepSpeed ZeRO-3), so decoding would need every rank in every forward."
         config = copy.copy(self._target.generation_config)
         config.num_beams = 1
         try:

@@ -53,6 +53,7 @@ from .place import is_split, largest_over_ranks, place_target
 from .push import AdapterPushCallback, PushingTrainer
 from .report import ReportCallback
 from .rows import RowPreparation
+from .sharded import evaluating, full, whole
 from .sums import Sums
 from .terms import Plan, TreeTerm, tree_term
 from .tokens import TokenTerm
@@ -280,9 +281,14 @@ class GTOTrainer(PushingTrainer):
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """As in [`~transformers.Trainer`]; a gradient that is not finite stops the run before it is used."""
-        grad_norm = super()._get_grad_norm(model, grad_norm)
+        grad_norm = full(super()._get_grad_norm(model, grad_norm))
         check_gradient(self, grad_norm, self._samples)
         return grad_norm
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As in [`~transformers.Trainer`]; a draft that FSDP2 has split is whole from the trees to the backward pass."""
+        with whole(self.model, gradients=True):
+            return super().training_step(*args, **kwargs)
 
     # ------------------------------------------------------------------ loss
     def compute_loss(
@@ -402,8 +408,9 @@ class GTOTrainer(PushingTrainer):
 
     def evaluation_loop(self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
         """As in [`~transformers.Trainer`]; then prompts of the dataset are decoded, see [`Acceptance`]."""
-        output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
-        found = self._acceptance.measure(self.model, dataloader)
+        with evaluating(self):
+            output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
+            found = self._acceptance.measure(self.model, dataloader)
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in found.items()})
         return output
 

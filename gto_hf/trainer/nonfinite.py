@@ -17,6 +17,7 @@ from gto_hf.drafts import DraftModel
 from gto_hf.gto import SequencePrefix, TargetReading
 
 from .resume import checkpoints
+from .sharded import whole
 
 
 _SHOWN_IDS = 8
@@ -84,7 +85,7 @@ def check_gradient(trainer: Any, grad_norm: Any, batches: list[dict[str, torch.T
     accelerator = trainer.accelerator
     if accelerator.scaler is not None and accelerator.scaler.get_scale() > 1:
         return
-    sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
+    sharded = trainer.is_deepspeed_enabled
     if sharded and accelerator.mixed_precision == "fp16":
         return
     trainer.model.eval()  # no dropout, and no counting over ranks
@@ -93,12 +94,13 @@ def check_gradient(trainer: Any, grad_norm: Any, batches: list[dict[str, torch.T
         inputs = trainer._prepare_inputs(batch)
         parts = inputs["input_ids"], inputs["attention_mask"].bool()
         rows = [{name: value[i : i + 1] for name, value in inputs.items()} for i in range(len(parts[0]))]
-        broken = [i for i, row in enumerate(rows) if _breaks(trainer, row)]
+        with whole(trainer.model):
+            broken = [i for i, row in enumerate(rows) if _breaks(trainer, row)]
         found += [f"micro-batch {number}, {text}" for text in _describe(trainer, *parts, broken)]
     found = gather_object(found)
     where = f"It comes from {_listed(found, None)}." if found else "No single row gives it: it arises in their sum."
     if sharded:
-        where = "DeepSpeed has used it already." if trainer.is_deepspeed_enabled else ""
+        where = "DeepSpeed has used it already."
     raise FloatingPointError(
         f"The gradient's norm is {float(grad_norm)} at step {trainer.state.global_step}, although the loss is finite. {where} "
         f"{'' if sharded else 'The draft was not updated with it. '}{_last_checkpoint(trainer)} Lower `learning_rate` or "

@@ -11,6 +11,8 @@ from trl.models.utils import prepare_deepspeed
 
 from gto_hf.target import unwrap
 
+from .sharded import prepare_fsdp
+
 
 def is_split(trainer: Any) -> bool:
     """Whether parameters are split over ranks, so that a forward of one rank needs all of them."""
@@ -30,17 +32,14 @@ def place_target(target: nn.Module, trainer: Any) -> nn.Module:
 
     - Quantized targets, and those with a device map, stay where they were loaded.
     - ZeRO-3 splits the target over the ranks. ZeRO-1 and -2 split optimizer states, of which it has none.
-    - Otherwise every rank has the whole target on its device.
+    - Otherwise every rank has the whole target on its device; FSDP2 splits the draft alone.
 
     Raises:
-        ValueError: Under FSDP, which gathers parameters only inside one whole forward; a draft's trees call parts of it.
+        ValueError: Under FSDP, see [`prepare_fsdp`].
     """
     accelerator = trainer.accelerator
     if trainer.is_fsdp_enabled:
-        raise ValueError(
-            "GTOTrainer does not run under FSDP: trees call parts of draft and target outside their forward, where FSDP has "
-            "not gathered them. Use DDP, or DeepSpeed ZeRO-3 for a target that one device cannot hold."
-        )
+        prepare_fsdp(trainer)
     if getattr(unwrap(target), "hf_quantizer", None) is not None or getattr(target, "hf_device_map", None) is not None:
         return target
     if is_split(trainer):

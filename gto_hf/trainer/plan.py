@@ -114,6 +114,8 @@ class Sizes:
         )  # the head, and logits of the text
         return {
             "ddp.yaml": whole,
+            # Parameters and gradient are whole within a step, beside the pieces of everything.
+            "fsdp2.yaml": whole - 8 * self.draft + 16 * self.draft // devices,
             "zero2.yaml": whole - optimizer + optimizer // devices,
             "zero3.yaml": whole - shared + shared // devices + gathered,
         }

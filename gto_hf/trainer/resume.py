@@ -13,7 +13,14 @@ from typing import Any
 
 from accelerate.utils import gather_object
 from safetensors import SafetensorError, safe_open
-from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer import (
+    FSDP_MODEL_NAME,
+    OPTIMIZER_NAME,
+    OPTIMIZER_NAME_BIN,
+    SCALER_NAME,
+    SCHEDULER_NAME,
+    TRAINER_STATE_NAME,
+)
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from trl import SFTTrainer
@@ -84,7 +91,7 @@ class ResumableTrainer(SFTTrainer):
         if self.is_deepspeed_enabled:
             return [*needed, "latest"]
         if self.is_fsdp_enabled:
-            return [*needed, SCHEDULER_NAME]
+            return [*needed, SCHEDULER_NAME, f"{FSDP_MODEL_NAME}.bin", OPTIMIZER_NAME_BIN]
         scaler = [] if self.accelerator.scaler is None else [SCALER_NAME]
         return [*needed, OPTIMIZER_NAME, SCHEDULER_NAME, *scaler]
 

@@ -7,12 +7,30 @@ import sys
 
 import torch
 import torch.distributed as dist
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from gto_hf import AutoDraft, GTOConfig, GTOTrainer
 from tests.tiny import tiny_draft, tiny_target, tiny_tokenizer, written_rows
+
+
+def turn_fsdp_on_for_cpus() -> None:
+    """On CPUs accelerate takes DDP, whatever FSDP plugin it is given; torch's FSDP2 runs there all the same."""
+    original = AcceleratorState.__init__
+
+    def init(self, *args, fsdp_plugin=None, **kwargs):
+        original(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None:
+            if self._mixed_precision != "no":
+                fsdp_plugin.set_mixed_precision(self._mixed_precision)
+            self.fsdp_plugin = fsdp_plugin
+            self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+    AcceleratorState.__init__ = init
 
 
 def main(
@@ -21,10 +39,12 @@ def main(
     resume: bool = False,
     draft: str | None = None,
     target: str | None = None,
+    evaluate_first: bool = False,
+    count: int = 8,
     **options: object,
 ) -> None:
-    rows = written_rows(tiny_target(), 8, 30)
-    for i in range(1, 8, 2):  # every second row, so every batch of one rank, is too short for a group
+    rows = written_rows(tiny_target(), count, 30)
+    for i in range(1, count, 2):  # every second row, so every batch of one rank, is too short for a group
         rows[i] = {key: ids[:7] for key, ids in rows[i].items()}
     rows[5]["labels"] = [-100, rows[5]["input_ids"][1]] + [-100] * 5  # nothing to train at all
     args = GTOConfig(
@@ -32,7 +52,6 @@ def main(
         per_device_train_batch_size=1 if "RANK" in os.environ else 2,
         num_groups=2,
         group_size=8,
-        bf16=False,
         use_cpu=True,
         report_to="none",
         disable_tqdm=True,
@@ -42,8 +61,10 @@ def main(
         per_device_eval_batch_size=2,
         eval_prompts=2,
         eval_max_new_tokens=8,
-        **{"max_steps": 3, "learning_rate": 1e-3, "save_strategy": "no", **options},
+        **{"max_steps": 3, "learning_rate": 1e-3, "save_strategy": "no", "bf16": False, **options},
     )
+    if "fsdp" in options:
+        turn_fsdp_on_for_cpus()
     if "deepspeed" in options:
         import deepspeed
 
@@ -62,11 +83,14 @@ def main(
         processing_class=tiny_tokenizer(),
         peft_config=LoraConfig(r=4, init_lora_weights=False) if lora else None,
     )
+    if evaluate_first:
+        trainer.evaluate()
     trainer.train(resume_from_checkpoint=resume)
     metrics = trainer.evaluate()
     trainer.save_model(f"{folder}/final")
     rank = dist.get_rank() if dist.is_initialized() else 0
-    state = {k: v.detach().clone() for k, v in trainer.accelerator.unwrap_model(trainer.model).state_dict().items()}
+    state = trainer.accelerator.unwrap_model(trainer.model).state_dict()
+    state = {k: v.detach().full_tensor() if isinstance(v, DTensor) else v.detach().clone() for k, v in state.items()}
     found = {
         "state": state,
         "logs": trainer.state.log_history,

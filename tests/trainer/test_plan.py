@@ -68,6 +68,9 @@ def test_the_arithmetic_is_that_of_the_page_on_scale():
     small, large = Sizes(**llama8, **common), Sizes(**llama70, **common)
     assert small.per_device(8)["ddp.yaml"] / GIB == pytest.approx(24.8, abs=0.1)
     assert large.per_device(8)["zero3.yaml"] / GIB == pytest.approx(29.2, abs=0.2)
+    # With the target in 4 bits (39.8 GiB) instead of bfloat16.
+    split = large.per_device(8)["fsdp2.yaml"] - large.memory()["target"]
+    assert split / GIB + 39.8 == pytest.approx(60.6, abs=0.2)
     assert large.memory()["target"] / GIB == pytest.approx(131.4, abs=0.1)
     assert "reference M0" not in Sizes(**llama8, **{**common, "roots": 0}).memory()
     # 2 P (T + nodes) + 6 p T D + 4 p K m (1 + (depth - 1) k) + 6 p K m depth, with the trees of docs/scale.md
