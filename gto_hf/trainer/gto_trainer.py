@@ -221,6 +221,7 @@ class GTOTrainer(PushingTrainer):
         self._sums = {mode: Sums(means, totals) for mode in ("train", "eval")}
         self._batch_counts: tuple[torch.Tensor, torch.Tensor] | None = None
         self._micro_step = 0
+        self.eval_groups_step = 0  # evaluation draws the groups of this step, the same every time
         self._eval_prefix = "eval"
         self.add_callback(AdapterPushCallback())
         self.add_callback(ReportCallback())
@@ -346,8 +347,13 @@ class GTOTrainer(PushingTrainer):
         return max(tokens, 1), max(groups, 1)
 
     def _sample_groups(self, roots: torch.Tensor, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Groups of this micro-batch; they follow from seed, step and row, so ranks, layout and resuming change nothing."""
-        args, step = self.args, self.state.global_step if self.model.training else 0
+        """
+        Groups of this micro-batch; they follow from seed, step and row, so ranks, layout and resuming change nothing.
+
+        Paths of `gto_path="sample"` are drawn for a micro-batch as a whole: resuming changes nothing, but other ranks or
+        another layout draw other paths.
+        """
+        args, step = self.args, self.state.global_step if self.model.training else self.eval_groups_step
         seed = hash((args.seed, step, self._micro_step, self.accelerator.process_index))
         self._generator = torch.Generator().manual_seed(seed % 2**63)  # of sampled paths
         rows = None
