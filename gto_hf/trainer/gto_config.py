@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import warnings
 from dataclasses import dataclass, field
 from typing import Any
@@ -106,7 +107,8 @@ class GTOConfig(SFTConfig):
         gto_delta (`float`, *optional*, defaults to `1e-4`): Added to the group's standard deviation. The paper gives none.
         gto_debias (`bool`, *optional*, defaults to `True`): Subtract the reference draft's rewards.
         gto_path (`str`, *optional*, defaults to `"greedy"`):
-            How the target accepts a path: its most likely token at every node, or a `"sample"`.
+            How the target accepts a path: its most likely token at every node, or a `"sample"` (then another layout of the
+            batch, or other ranks, draw other paths).
         target_temperature (`float`, *optional*, defaults to `1.0`): Of the target in rewards and sampled paths.
         group_positions (`str`, *optional*, defaults to `"random"`):
             `"random"` draws other groups every epoch; `"grid"` takes the same ones, so that the reference's trees and
@@ -217,6 +219,7 @@ class GTOConfig(SFTConfig):
             self.use_cpu = True
         super().__post_init__()
         self._refuse_inherited()
+        self._refuse_nonfinite()
         if self.fp16 and self.use_cpu:
             warnings.warn(
                 "`fp16=True` does nothing on a CPU: training runs in float32. Set `bf16=True` for half precision."
@@ -282,6 +285,13 @@ class GTOConfig(SFTConfig):
             raise ValueError(
                 f"`loss_type={self.loss_type!r}` has no meaning for a draft; GTOConfig has its own losses."
             )
+
+    def _refuse_nonfinite(self) -> None:
+        """NaN passes comparisons that are meant to refuse it, and infinity passes most."""
+        for name in set(GTOConfig.__annotations__) - set(SFTConfig.__dataclass_fields__):
+            value = getattr(self, name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"`{name}={value}` must be a finite number.")
 
     def tree(self, draft_tree: TreeConfig) -> TreeConfig:
         """The training tree: the draft's, with what this config overrides."""

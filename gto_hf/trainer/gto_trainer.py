@@ -17,7 +17,6 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, set_seed
 from trl.models.utils import _ForwardRedirection, disable_gradient_checkpointing
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
-from trl.trainer.utils import hash_module
 
 from gto_hf.decoding import as_draft
 from gto_hf.drafts import DraftModel
@@ -40,6 +39,7 @@ from .frozen import FlushStores, TargetReader
 from .gto_config import GTOConfig
 from .load import (
     check_columns,
+    check_devices,
     check_target_for_training,
     eos_ids,
     load_draft,
@@ -51,6 +51,7 @@ from .logs import log_tokens, logged_names
 from .nonfinite import check_gradient, explain_nonfinite_trees, nonfinite_loss
 from .place import is_split, largest_over_ranks, place_target
 from .push import AdapterPushCallback, PushingTrainer
+from .reference import reference_fingerprint
 from .report import ReportCallback
 from .rows import RowPreparation
 from .sums import Sums
@@ -147,6 +148,7 @@ class GTOTrainer(PushingTrainer):
             raise TypeError(f"`args` must be a GTOConfig, got {type(args).__name__}.")
         if compute_metrics is not None:
             raise ValueError("`compute_metrics` gets no predictions from a draft; read the logged metrics instead.")
+        check_devices(args)
 
         # Draft
         set_seed(args.seed)
@@ -178,12 +180,14 @@ class GTOTrainer(PushingTrainer):
         self.reference = None
         if args.gto_weight > 0 and args.gto_objective == "gto":
             self.reference = Reference(model, fresh_adapter=peft_config is not None)
-            self.reference_hash = hash_module(model)
+            self.reference_hash = reference_fingerprint(model)
 
         # Processing class
         processing_class = load_tokenizer(processing_class, self.target_model, draft)
         if data_collator is None:
-            data_collator = DataCollatorForLanguageModeling(pad_token_id=processing_class.pad_token_id)
+            data_collator = DataCollatorForLanguageModeling(
+                pad_token_id=processing_class.pad_token_id, pad_to_multiple_of=args.pad_to_multiple_of
+            )
 
         check_columns(train_dataset, args.dataset_text_field, formatting_func)
         self._rows = RowPreparation(args, draft)

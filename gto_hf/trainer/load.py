@@ -133,6 +133,22 @@ def eos_ids(target: nn.Module, tokenizer: Any, device: torch.device) -> torch.Te
     return torch.tensor(sorted(ids), dtype=torch.long, device=device)
 
 
+def check_devices(args: GTOConfig) -> None:
+    """
+    Refuse one process with several GPUs before a model is loaded: `Trainer` would copy the draft to all of them in every step
+    (`nn.DataParallel`), and the copies would share one target.
+
+    Raises:
+        ValueError: Says how to start one process per GPU.
+    """
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"One process sees {args.n_gpu} GPUs, and `nn.DataParallel` cannot train a draft. Start one process per GPU (`accelerate "
+            "launch --multi_gpu -m gto_hf train ..`, or your script instead of `-m gto_hf train`), or show it one GPU with "
+            "`CUDA_VISIBLE_DEVICES=0`."
+        )
+
+
 def check_target_for_training(target: nn.Module, tree: TreeConfig, args: GTOConfig) -> None:
     """
     Refuse targets that trees cannot be scored on, and rows that would leave the target's positions.
