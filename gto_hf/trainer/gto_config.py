@@ -8,6 +8,7 @@ import json
 import math
 import warnings
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -277,10 +278,17 @@ class GTOConfig(SFTConfig):
             "label_smoothing_factor": "labels are the target's own distributions",
             "use_liger_kernel": "a draft is not a Liger model",
             "neftune_noise_alpha": "a draft's embedding is its target's",
+            "eos_token": "a text ends where the target's generation config says",
+            "pad_token": "what is padded is never read; the tokenizer's own token does",
         }
         for name, reason in refused.items():
             if getattr(self, name):
                 raise ValueError(f"`{name}={getattr(self, name)}` cannot be used with GTOTrainer: {reason}. Unset it.")
+        if self.chat_template_path is not None and Path(self.chat_template_path).suffix not in (".jinja", ".j2"):
+            raise ValueError(
+                f"`chat_template_path={self.chat_template_path}` must be a file `.jinja` or `.j2`: the tokens of another tokenizer "
+                "cannot be added to a draft."
+            )
         if self.loss_type != "nll":
             raise ValueError(
                 f"`loss_type={self.loss_type!r}` has no meaning for a draft; GTOConfig has its own losses."

@@ -51,7 +51,7 @@ from .logs import log_tokens, logged_names
 from .nonfinite import check_gradient, explain_nonfinite_trees, nonfinite_loss
 from .place import is_split, largest_over_ranks, place_target
 from .push import AdapterPushCallback, PushingTrainer
-from .reference import reference_fingerprint
+from .reference import is_untrained, reference_fingerprint, warn_untrained
 from .report import ReportCallback
 from .rows import RowPreparation
 from .sums import Sums
@@ -178,12 +178,15 @@ class GTOTrainer(PushingTrainer):
                 raise ValueError("`model` has an adapter already; merge it, or leave `peft_config` unset to train it.")
             peft_config = draft_peft_config(peft_config, draft)
         self.reference = None
+        if is_untrained(draft):
+            warn_untrained(args)
         if args.gto_weight > 0 and args.gto_objective == "gto":
             self.reference = Reference(model, fresh_adapter=peft_config is not None)
             self.reference_hash = reference_fingerprint(model)
 
         # Processing class
-        processing_class = load_tokenizer(processing_class, self.target_model, draft)
+        trusted = args.trust_remote_code
+        processing_class = load_tokenizer(processing_class, self.target_model, draft, trust_remote_code=trusted)
         if data_collator is None:
             data_collator = DataCollatorForLanguageModeling(
                 pad_token_id=processing_class.pad_token_id, pad_to_multiple_of=args.pad_to_multiple_of

@@ -67,7 +67,8 @@ def load_target(target: Any, draft: DraftModel, args: GTOConfig) -> nn.Module:
                 "model, or set `target_model_name_or_path`."
             )
     if isinstance(target, str):
-        target = AutoModelForCausalLM.from_pretrained(target, **(args.target_model_init_kwargs or {}))
+        options = {"trust_remote_code": args.trust_remote_code, **(args.target_model_init_kwargs or {})}
+        target = AutoModelForCausalLM.from_pretrained(target, **options)
     if as_draft(target) is not None:
         raise TypeError("`target_model` is a draft; it must be the frozen LLM. The draft goes into `model`.")
     if args.export_to is not None and draft is not None:
@@ -106,12 +107,14 @@ def name_tokenizer(draft: DraftModel, tokenizer: Any) -> None:
     draft.config.target = {**draft.config.target, "tokenizer": found}
 
 
-def load_tokenizer(processing_class: Any, target: nn.Module, draft: DraftModel | None = None) -> Any:
+def load_tokenizer(
+    processing_class: Any, target: nn.Module, draft: DraftModel | None = None, *, trust_remote_code: bool = False
+) -> Any:
     """The given tokenizer, or the target's; with a pad token, and named in the config of `draft`."""
     if processing_class is None:
         name = unwrap(target).config._name_or_path
         try:
-            processing_class = AutoTokenizer.from_pretrained(name)
+            processing_class = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"No tokenizer found for the target `{name}`. Pass the target's tokenizer as `processing_class`."

@@ -1,18 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tells one reference draft M0 from another: its weights, and what its config makes of them. Level 6."""
+"""
+What tells one reference draft M0 from another (its weights, and what its config makes of them), and what is none yet. Level 6.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from typing import Any
 
 from torch import nn
 from trl.trainer.utils import hash_module
 
 from gto_hf.decoding import as_draft
+from gto_hf.drafts import DraftModel
 from gto_hf.drafts.config import DraftConfig
 from gto_hf.lora import is_peft
+
+from .gto_config import GTOConfig
 
 
 # Fields of `DraftConfig` that say where a draft comes from and how it is used, not what it computes.
@@ -61,6 +67,25 @@ def reference_fingerprint(model: nn.Module) -> str:
         facts, sort_keys=True, default=lambda value: sorted(value) if isinstance(value, set) else str(value)
     )
     return hashlib.sha256((hash_module(model) + text).encode()).hexdigest()
+
+
+def is_untrained(draft: DraftModel) -> bool:
+    """Whether a draft was made by `from_target` and has seen no row since; drafts of other projects are taken as trained."""
+    config = draft.config
+    return draft.reads_features and config.trained_length is None and config.source is None
+
+
+def warn_untrained(args: GTOConfig) -> None:
+    """
+    Warns:
+        If a draft that has not been trained yet would be the reference M0.
+    """
+    if args.gto_weight > 0 and args.gto_objective == "gto":
+        warnings.warn(
+            f"The draft has not been trained yet, and `gto_weight={args.gto_weight:g}` makes it the reference M0: accepted paths are "
+            "nearly empty, and the run is held close to a draft that knows nothing. Train Phase I first (`gto_weight=0`, at "
+            "a higher `learning_rate`: 2e-3 in the quickstart), and start Phase II from the draft that it saves."
+        )
 
 
 def _without_files(config: dict[str, Any]) -> dict[str, Any]:
