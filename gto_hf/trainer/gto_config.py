@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import warnings
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -106,7 +108,8 @@ class GTOConfig(SFTConfig):
         gto_delta (`float`, *optional*, defaults to `1e-4`): Added to the group's standard deviation. The paper gives none.
         gto_debias (`bool`, *optional*, defaults to `True`): Subtract the reference draft's rewards.
         gto_path (`str`, *optional*, defaults to `"greedy"`):
-            How the target accepts a path: its most likely token at every node, or a `"sample"`.
+            How the target accepts a path: its most likely token at every node, or a `"sample"` (then another layout of the
+            batch, or other ranks, draw other paths).
         target_temperature (`float`, *optional*, defaults to `1.0`): Of the target in rewards and sampled paths.
         group_positions (`str`, *optional*, defaults to `"random"`):
             `"random"` draws other groups every epoch; `"grid"` takes the same ones, so that the reference's trees and
@@ -217,6 +220,7 @@ class GTOConfig(SFTConfig):
             self.use_cpu = True
         super().__post_init__()
         self._refuse_inherited()
+        self._refuse_nonfinite()
         if self.fp16 and self.use_cpu:
             warnings.warn(
                 "`fp16=True` does nothing on a CPU: training runs in float32. Set `bf16=True` for half precision."
@@ -274,14 +278,28 @@ class GTOConfig(SFTConfig):
             "label_smoothing_factor": "labels are the target's own distributions",
             "use_liger_kernel": "a draft is not a Liger model",
             "neftune_noise_alpha": "a draft's embedding is its target's",
+            "eos_token": "a text ends where the target's generation config says",
+            "pad_token": "what is padded is never read; the tokenizer's own token does",
         }
         for name, reason in refused.items():
             if getattr(self, name):
                 raise ValueError(f"`{name}={getattr(self, name)}` cannot be used with GTOTrainer: {reason}. Unset it.")
+        if self.chat_template_path is not None and Path(self.chat_template_path).suffix not in (".jinja", ".j2"):
+            raise ValueError(
+                f"`chat_template_path={self.chat_template_path}` must be a file `.jinja` or `.j2`: the tokens of another tokenizer "
+                "cannot be added to a draft."
+            )
         if self.loss_type != "nll":
             raise ValueError(
                 f"`loss_type={self.loss_type!r}` has no meaning for a draft; GTOConfig has its own losses."
             )
+
+    def _refuse_nonfinite(self) -> None:
+        """NaN passes comparisons that are meant to refuse it, and infinity passes most."""
+        for name in set(GTOConfig.__annotations__) - set(SFTConfig.__dataclass_fields__):
+            value = getattr(self, name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"`{name}={value}` must be a finite number.")
 
     def tree(self, draft_tree: TreeConfig) -> TreeConfig:
         """The training tree: the draft's, with what this config overrides."""

@@ -17,7 +17,6 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, set_seed
 from trl.models.utils import _ForwardRedirection, disable_gradient_checkpointing
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
-from trl.trainer.utils import hash_module
 
 from gto_hf.decoding import as_draft
 from gto_hf.drafts import DraftModel
@@ -40,6 +39,7 @@ from .frozen import FlushStores, TargetReader
 from .gto_config import GTOConfig
 from .load import (
     check_columns,
+    check_devices,
     check_target_for_training,
     eos_ids,
     load_draft,
@@ -51,6 +51,7 @@ from .logs import log_tokens, logged_names
 from .nonfinite import check_gradient, explain_nonfinite_trees, nonfinite_loss
 from .place import is_split, largest_over_ranks, place_target
 from .push import AdapterPushCallback, PushingTrainer
+from .reference import is_untrained, reference_fingerprint, warn_untrained
 from .report import ReportCallback
 from .rows import RowPreparation
 from .sharded import evaluating, full, whole
@@ -148,6 +149,7 @@ class GTOTrainer(PushingTrainer):
             raise TypeError(f"`args` must be a GTOConfig, got {type(args).__name__}.")
         if compute_metrics is not None:
             raise ValueError("`compute_metrics` gets no predictions from a draft; read the logged metrics instead.")
+        check_devices(args)
 
         # Draft
         set_seed(args.seed)
@@ -177,14 +179,19 @@ class GTOTrainer(PushingTrainer):
                 raise ValueError("`model` has an adapter already; merge it, or leave `peft_config` unset to train it.")
             peft_config = draft_peft_config(peft_config, draft)
         self.reference = None
+        if is_untrained(draft):
+            warn_untrained(args)
         if args.gto_weight > 0 and args.gto_objective == "gto":
             self.reference = Reference(model, fresh_adapter=peft_config is not None)
-            self.reference_hash = hash_module(model)
+            self.reference_hash = reference_fingerprint(model)
 
         # Processing class
-        processing_class = load_tokenizer(processing_class, self.target_model, draft)
+        trusted = args.trust_remote_code
+        processing_class = load_tokenizer(processing_class, self.target_model, draft, trust_remote_code=trusted)
         if data_collator is None:
-            data_collator = DataCollatorForLanguageModeling(pad_token_id=processing_class.pad_token_id)
+            data_collator = DataCollatorForLanguageModeling(
+                pad_token_id=processing_class.pad_token_id, pad_to_multiple_of=args.pad_to_multiple_of
+            )
 
         check_columns(train_dataset, args.dataset_text_field, formatting_func)
         self._rows = RowPreparation(args, draft)
@@ -222,6 +229,7 @@ class GTOTrainer(PushingTrainer):
         self._sums = {mode: Sums(means, totals) for mode in ("train", "eval")}
         self._batch_counts: tuple[torch.Tensor, torch.Tensor] | None = None
         self._micro_step = 0
+        self.eval_groups_step = 0  # evaluation draws the groups of this step, the same every time
         self._eval_prefix = "eval"
         self.add_callback(AdapterPushCallback())
         self.add_callback(ReportCallback())
@@ -354,8 +362,13 @@ class GTOTrainer(PushingTrainer):
         return max(tokens, 1), max(groups, 1)
 
     def _sample_groups(self, roots: torch.Tensor, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Groups of this micro-batch; they follow from seed, step and row, so ranks, layout and resuming change nothing."""
-        args, step = self.args, self.state.global_step if self.model.training else 0
+        """
+        Groups of this micro-batch; they follow from seed, step and row, so ranks, layout and resuming change nothing.
+
+        Paths of `gto_path="sample"` are drawn for a micro-batch as a whole: resuming changes nothing, but other ranks or
+        another layout draw other paths.
+        """
+        args, step = self.args, self.state.global_step if self.model.training else self.eval_groups_step
         seed = hash((args.seed, step, self._micro_step, self.accelerator.process_index))
         self._generator = torch.Generator().manual_seed(seed % 2**63)  # of sampled paths
         rows = None

@@ -67,7 +67,8 @@ def load_target(target: Any, draft: DraftModel, args: GTOConfig) -> nn.Module:
                 "model, or set `target_model_name_or_path`."
             )
     if isinstance(target, str):
-        target = AutoModelForCausalLM.from_pretrained(target, **(args.target_model_init_kwargs or {}))
+        options = {"trust_remote_code": args.trust_remote_code, **(args.target_model_init_kwargs or {})}
+        target = AutoModelForCausalLM.from_pretrained(target, **options)
     if as_draft(target) is not None:
         raise TypeError("`target_model` is a draft; it must be the frozen LLM. The draft goes into `model`.")
     if args.export_to is not None and draft is not None:
@@ -106,12 +107,14 @@ def name_tokenizer(draft: DraftModel, tokenizer: Any) -> None:
     draft.config.target = {**draft.config.target, "tokenizer": found}
 
 
-def load_tokenizer(processing_class: Any, target: nn.Module, draft: DraftModel | None = None) -> Any:
+def load_tokenizer(
+    processing_class: Any, target: nn.Module, draft: DraftModel | None = None, *, trust_remote_code: bool = False
+) -> Any:
     """The given tokenizer, or the target's; with a pad token, and named in the config of `draft`."""
     if processing_class is None:
         name = unwrap(target).config._name_or_path
         try:
-            processing_class = AutoTokenizer.from_pretrained(name)
+            processing_class = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"No tokenizer found for the target `{name}`. Pass the target's tokenizer as `processing_class`."
@@ -131,6 +134,22 @@ def eos_ids(target: nn.Module, tokenizer: Any, device: torch.device) -> torch.Te
         found = getattr(source, "eos_token_id", None)
         ids.update(found if isinstance(found, (list, tuple)) else [] if found is None else [found])
     return torch.tensor(sorted(ids), dtype=torch.long, device=device)
+
+
+def check_devices(args: GTOConfig) -> None:
+    """
+    Refuse one process with several GPUs before a model is loaded: `Trainer` would copy the draft to all of them in every step
+    (`nn.DataParallel`), and the copies would share one target.
+
+    Raises:
+        ValueError: Says how to start one process per GPU.
+    """
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"One process sees {args.n_gpu} GPUs, and `nn.DataParallel` cannot train a draft. Start one process per GPU (`accelerate "
+            "launch --multi_gpu -m gto_hf train ..`, or your script instead of `-m gto_hf train`), or show it one GPU with "
+            "`CUDA_VISIBLE_DEVICES=0`."
+        )
 
 
 def check_target_for_training(target: nn.Module, tree: TreeConfig, args: GTOConfig) -> None:

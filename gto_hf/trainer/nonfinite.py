@@ -16,7 +16,7 @@ from datasets import Dataset
 from gto_hf.drafts import DraftModel
 from gto_hf.gto import SequencePrefix, TargetReading
 
-from .resume import checkpoints
+from .resume import checkpoints, problem
 from .sharded import whole
 
 
@@ -89,6 +89,7 @@ def check_gradient(trainer: Any, grad_norm: Any, batches: list[dict[str, torch.T
     if sharded and accelerator.mixed_precision == "fp16":
         return
     trainer.model.eval()  # no dropout, and no counting over ranks
+    trainer.eval_groups_step = trainer.state.global_step  # but the groups whose gradient it was
     found = []
     for number, batch in enumerate([] if sharded else batches):
         inputs = trainer._prepare_inputs(batch)
@@ -187,6 +188,10 @@ def _listed(texts: list[str], total: int | None) -> str:
 
 
 def _last_checkpoint(trainer: Any) -> str:
-    """What to go on from."""
+    """What to go on from: the newest checkpoint that `train(resume_from_checkpoint=True)` would take."""
+    needed, ranks = trainer._needed_files(), trainer.args.world_size
     found = checkpoints(trainer.args.output_dir)
-    return f"The last checkpoint is {found[0].name}." if found else "No checkpoint was saved yet."
+    complete = next((folder for folder in found if problem(folder, needed, ranks) is None), None)
+    if complete is not None:
+        return f"The last checkpoint is {complete.name}."
+    return "No checkpoint is complete." if found else "No checkpoint was saved yet."

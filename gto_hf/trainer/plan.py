@@ -53,7 +53,7 @@ class Sizes:
 
     Attributes:
         target, draft (`int`): Parameters P and p. layers, hidden, vocab, kv (`int`): L, H and V of the target, and its heads
-            of keys times their width (k · d).
+            of keys times their width (k · d). packed (`float`, *optional*): Bytes per weight of a quantized target.
         draft_vocab (`int`): v. rows, length, steps (`int`): B, T and D: rows per device, their longest length, unrolled
             steps of the token loss.
         tree (`TreeConfig`): Of training. roots (`int`): Roots per row, K · m; 0 without trees.
@@ -78,18 +78,25 @@ class Sizes:
     element: int
     features: int = 3
     adapter: int = 0
+    packed: float | None = None
 
     @property
     def trained(self) -> int:
         """Parameters with a gradient and two states of Adam."""
         return self.adapter or self.draft
 
+    @property
+    def target_bytes(self) -> int:
+        """The target's weights; bitsandbytes leaves embedding and head as they are."""
+        plain = self.target if self.packed is None else 2 * self.vocab * self.hidden
+        return self.element * plain + int((self.packed or 0) * (self.target - plain))
+
     def memory(self) -> dict[str, int]:
         """Bytes on one device that holds everything, without activations of the draft's layer."""
         text, nodes = self.rows * self.length, self.rows * self.score_nodes
         size = self.element
         found = {
-            "target": size * self.target,
+            "target": self.target_bytes,
             "draft, gradient and Adam": 4 * (self.draft + self.adapter) + 12 * self.trained,
             "features of the target's layers": self.features * size * text * self.hidden,
             "last hidden states": size * text * self.hidden,
@@ -108,17 +115,20 @@ class Sizes:
         """Bytes per device under each configuration of `examples/accelerate`, split over `devices` where it splits."""
         whole = sum(self.memory().values())
         optimizer = 12 * self.trained  # gradient and Adam's two states
-        shared = self.element * self.target + 4 * (self.draft + self.adapter) + optimizer
+        shared = self.target_bytes + 4 * (self.draft + self.adapter) + optimizer
         gathered = (
             self.element * self.vocab * (self.hidden + self.rows * self.length)
         )  # the head, and logits of the text
-        return {
+        split = 4 * (self.draft + self.adapter) + optimizer
+        found = {
             "ddp.yaml": whole,
             # Parameters and gradient are whole within a step, beside the pieces of everything.
-            "fsdp2.yaml": whole - 8 * self.draft + 16 * self.draft // devices,
+            "fsdp2.yaml": whole - 8 * self.trained + split // devices,
             "zero2.yaml": whole - optimizer + optimizer // devices,
-            "zero3.yaml": whole - shared + shared // devices + gathered,
         }
+        if self.packed is None:  # packed weights are never split
+            found["zero3.yaml"] = whole - shared + shared // devices + gathered
+        return found
 
     def row_flops(self, tree_nodes: int) -> float:
         """Operations for one row of full length, if `tree_nodes` go through the target: two per parameter and token."""
@@ -166,7 +176,17 @@ def sizes_of(config: PreTrainedConfig, draft: DraftConfig, args: GTOConfig, peft
         element=2 if dtype in ("bfloat16", "float16") else 4,
         features=len(draft.feature_layers or ()),
         adapter=adapter,
+        packed=_packed((args.target_model_init_kwargs or {}).get("quantization_config")),
     )
+
+
+def _packed(quantization: Any) -> float | None:
+    """Bytes per weight that bitsandbytes packs: 4 bits with a scale for 64 weights (docs/scale.md), or 8 bits."""
+    options = quantization if isinstance(quantization, dict) else getattr(quantization, "__dict__", {})
+    for name, size in (("load_in_4bit", 0.5625), ("load_in_8bit", 1.0)):
+        if options.get(name) or options.get(f"_{name}"):
+            return size
+    return None
 
 
 def fresh_vocab(draft_type: str, asked: int | None, vocab: int) -> int:

@@ -7,8 +7,8 @@ Fine-tune a published draft:
     gto-hf train --model_name_or_path org/draft --target_model_name_or_path org/llm --dataset_name rows.jsonl \
         --output_dir my-draft
 
-Without `--model_name_or_path` a fresh draft is made from the target, an EAGLE-3 one unless `--draft_type` says otherwise. `--plan`
-checks and counts without weights.
+Without `--model_name_or_path` a fresh draft is made from the target, an EAGLE-3 one unless `--draft_type` says otherwise; it needs
+Phase I (`--gto_weight 0`) first. `--plan` checks and counts without weights.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
-from datasets import Dataset, load_dataset
+from datasets import Dataset, IterableDataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
-from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config
+from trl import ScriptArguments, TrlParser, get_peft_config
 
 from gto_hf.checkpoints import AutoDraft
 from gto_hf.console import EXIT_CODES, Help
@@ -31,7 +31,10 @@ from gto_hf.target import text_config
 from .gto_config import GTOConfig
 from .gto_trainer import GTOTrainer
 from .load import load_target, load_tokenizer
+from .model_options import ModelOptions, apply_model_options
 from .plan import PlanArguments, fresh_vocab, plan_text
+from .reference import warn_untrained
+from .rows import MEASURED_ROWS
 
 
 FRESH_TYPES = tuple(kind for kind, cls in DRAFTS.items() if issubclass(cls, FeatureDraft))
@@ -62,7 +65,7 @@ class DraftArguments:
 def make_parser() -> TrlParser:
     """The options of `gto-hf train`."""
     return TrlParser(
-        (ScriptArguments, GTOConfig, ModelConfig, DraftArguments, PlanArguments),
+        (ScriptArguments, GTOConfig, ModelOptions, DraftArguments, PlanArguments),
         prog="gto-hf train",
         description="Train a draft with GTOTrainer. Options may come from a YAML file (--config); those given here win.",
         epilog=EXIT_CODES,
@@ -77,6 +80,7 @@ def main(argv: list[str] | None = None) -> None:
     name = script_args.dataset_name
     if name is None:
         parser.error("--dataset_name is needed: a Hub id, a folder, or a JSON Lines file")
+    apply_model_options(model_args, script_args, args)
     if plan_args.plan:
         if args.target_model_name_or_path is None:
             parser.error("--plan needs --target_model_name_or_path")
@@ -106,10 +110,14 @@ def main(argv: list[str] | None = None) -> None:
     draft = None
     if model_args.model_name_or_path is not None:
         draft = AutoDraft.from_pretrained(model_args.model_name_or_path, **(args.model_init_kwargs or {}))
+        args.model_init_kwargs = None  # they have been used; TRL would say that they are ignored
+    else:
+        warn_untrained(args)  # before the target is loaded
     target = load_target(None if draft is not None else args.target_model_name_or_path, draft, args)
-    tokenizer = load_tokenizer(None, target)
+    tokenizer = load_tokenizer(None, target, trust_remote_code=args.trust_remote_code)
     if draft is None:
-        draft = _fresh_draft(target, tokenizer, train_dataset, draft_args, args.dataset_text_field)
+        counted = train_dataset.take(MEASURED_ROWS) if script_args.dataset_streaming else train_dataset
+        draft = _fresh_draft(target, tokenizer, counted, draft_args, args)
     trainer = GTOTrainer(
         model=draft,
         target_model=target,
@@ -138,28 +146,30 @@ def _parse(parser: TrlParser, argv: list[str] | None) -> tuple:
         parser.error(f"--config: this is not YAML: {' '.join(str(error).split())}")
 
 
-def _load_splits(script_args: ScriptArguments) -> dict[str, Dataset]:
+def _load_splits(script_args: ScriptArguments) -> dict[str, Dataset | IterableDataset]:
     """
     Splits of a Hub dataset, a folder, or one file (as the train split): Parquet, CSV, or else JSON Lines.
 
     Raises:
         ValueError: With the reason that `datasets` hides behind "an error occurred".
     """
-    name = script_args.dataset_name
+    name, streaming = script_args.dataset_name, script_args.dataset_streaming
     try:
         if Path(name).is_file():
             kind = {".parquet": "parquet", ".csv": "csv"}.get(Path(name).suffix, "json")
-            return load_dataset(kind, data_files={script_args.dataset_train_split: name})
-        return load_dataset(name, name=script_args.dataset_config)
+            return load_dataset(kind, data_files={script_args.dataset_train_split: name}, streaming=streaming)
+        return load_dataset(name, name=script_args.dataset_config, streaming=streaming)
     except DatasetGenerationError as error:
         raise ValueError(f"`{name}` could not be read: {error.__cause__ or error}") from error
 
 
 def _fresh_draft(
-    target: object, tokenizer: object, dataset: Dataset, args: DraftArguments, text_field: str
+    target: object, tokenizer: object, dataset: Dataset | IterableDataset, draft_args: DraftArguments, args: GTOConfig
 ) -> DraftModel:
     """A draft shaped like the target, with the training data's most frequent tokens."""
-    vocab = text_config(target).vocab_size
-    counts = dataset_token_counts(dataset, tokenizer, vocab, text_field=text_field)
-    size = fresh_vocab(args.draft_type, args.draft_vocab_size, vocab)
-    return DRAFTS[args.draft_type].from_target(target, draft_vocab_size=size, token_counts=counts, tokenizer=tokenizer)
+    if args.chat_template_path is not None:  # the one that the rows will be rendered with
+        tokenizer.chat_template = Path(args.chat_template_path).read_text(encoding="utf-8")
+    vocab, kind = text_config(target).vocab_size, draft_args.draft_type
+    counts = dataset_token_counts(dataset, tokenizer, vocab, text_field=args.dataset_text_field)
+    size = fresh_vocab(kind, draft_args.draft_vocab_size, vocab)
+    return DRAFTS[kind].from_target(target, draft_vocab_size=size, token_counts=counts, tokenizer=tokenizer)

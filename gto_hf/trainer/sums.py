@@ -48,7 +48,9 @@ class Sums:
     def pop(self, accelerator: Any) -> dict[str, float]:
         """Totals and the means that have a count, summed over ranks; starts anew. Every rank must call it."""
         flat = torch.cat([*self._means.values(), *(t[None] for t in self._totals.values())])
-        flat = accelerator.reduce(flat.to(accelerator.device, torch.float32), reduction="sum").double().cpu()
+        # Counts above 2^24 are not whole in float32; MPS has nothing wider.
+        dtype = torch.float32 if torch.device(accelerator.device).type == "mps" else torch.float64
+        flat = accelerator.reduce(flat.to(accelerator.device, dtype), reduction="sum").double().cpu()
         means = flat[: 2 * len(self._means)].view(-1, 2)
         logs = {name: (s / c).item() for name, (s, c) in zip(self._means, means, strict=True) if c > 0}
         if logs:  # an interval without anything counted logs nothing

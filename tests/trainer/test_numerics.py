@@ -9,6 +9,8 @@ import torch
 from datasets import Dataset
 
 from gto_hf import GTOConfig, GTOTrainer
+from gto_hf.gto import row_generators, sample_groups
+from gto_hf.trainer.nonfinite import _last_checkpoint as last_checkpoint
 from tests.tiny import tiny_tokenizer, written_rows
 
 
@@ -172,6 +174,42 @@ def test_a_gradient_that_is_not_finite_stops_before_the_update(llama, draft, row
     assert "gradient's norm is nan at step 1" in message and "The last checkpoint is checkpoint-1." in message
     names_only_row_five(message)
     assert after_first and all(torch.equal(v, after_first[k]) for k, v in draft.state_dict().items())
+
+
+def test_a_row_that_breaks_in_its_trees_alone_is_named(llama, draft, rows, tmp_path):
+    trainer = make(draft, llama, rows, tmp_path, num_groups=1)
+    ids = torch.tensor([rows[5]["input_ids"]])
+    roots = torch.tensor([[label != -100 for label in rows[5]["labels"]][1:] + [False]])
+    # The roots of its group at the step that trains it, which evaluation's group, that of step 0, does not have.
+    at = [sample_groups(roots, 1, 3, row_generators(trainer.args.seed, n, ids, ids > 0))[0].flatten() for n in (0, 1)]
+    only_there = set(at[1].tolist()) - set(at[0].tolist())
+    assert only_there
+    forward = trainer.term.forward
+
+    def broken(prefix, plan):
+        values = forward(prefix, plan)
+        bad = (prefix.sequences.input_ids == BAD).any(1)
+        bad &= torch.isin(plan.roots, torch.tensor(sorted(only_there))).any(1)
+        bad = bad[plan.valid.view(len(bad), -1).nonzero()[:, 0]]
+        values = values.clone()
+        values[bad] = values[bad] + (values[bad] - values[bad].detach()).abs().sqrt()  # zero, of infinite slope
+        return values
+
+    trainer.term.forward = broken
+    message = stops(trainer)
+    assert "gradient's norm is nan at step 1" in message
+    names_only_row_five(message)
+
+
+def test_a_checkpoint_that_is_not_complete_is_not_what_to_go_on_from(llama, draft, rows, tmp_path):
+    trainer = make(draft, llama, rows, tmp_path)
+    draft.midlayer.register_forward_pre_hook(_Breaks(llama, "gradient"))
+    unfinished = tmp_path / "checkpoint-7"  # of a run that was killed
+    unfinished.mkdir()
+    (unfinished / "model.safetensors").write_bytes(b"x")
+    assert "The last checkpoint is checkpoint-1." in stops(trainer)
+    (tmp_path / "checkpoint-1" / "trainer_state.json").unlink()
+    assert last_checkpoint(trainer) == "No checkpoint is complete."
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.5])
