@@ -28,6 +28,7 @@ from .bench import System
 from .counts import Counts
 from .prompts import Question
 from .runs import PLAIN, PromptRun, SystemRun, answer
+from .warmup import WarmUp
 
 
 class Deliveries(BaseStreamer):
@@ -232,10 +233,7 @@ def measure(
     kept = _Kept(file)
     total = len(temperatures) * len(systems) * sum(len(q.turns) for q in questions)
     options = {"max_new_tokens": max_new_tokens, "detail": detail}
-    if len(kept) < total:
-        warm = render_prompt(tokenizer, questions[0].messages(0, []))
-        for system in systems:  # first calls pay for allocations, an automatic tree for measuring its costs
-            measure_answer(target, warm, system, max_new_tokens=min(8, max_new_tokens))
+    warm_up = WarmUp(lambda system, prompt: measure_answer(target, prompt, system, max_new_tokens=max_new_tokens))
     results = []
     with tqdm(total=total, initial=len(kept), desc="answers", unit="answer") as bar:
         for temperature in temperatures:
@@ -250,6 +248,7 @@ def measure(
                         key = f"{temperature:g}|{system.name}"
                         made = kept.find(key, number)
                         if made is None:
+                            warm_up(systems, prompt)
                             made = measure_answer(
                                 target, prompt, system, temperature=temperature, seed=seed + number, **options
                             )
