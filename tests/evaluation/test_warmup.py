@@ -58,7 +58,11 @@ def test_a_fixed_tree_is_warmed_once_and_with_few_tokens(pair):
     target, draft = pair
     seen = []
     warm = WarmUp(lambda system, prompt: seen.append((system.name, len(prompt), system.kwargs["stopping_criteria"])))
-    systems = [System(PLAIN), System("d", {"assistant_model": draft}, TreeConfig(2, 2, 4)), System("auto", {}, draft.tree)]
+    systems = [
+        System(PLAIN),
+        System("d", {"assistant_model": draft}, TreeConfig(2, 2, 4)),
+        System("auto", {}, draft.tree),
+    ]
     for length in (5, 300, 6):
         warm(systems, [9] * length)
     assert [each[:2] for each in seen] == [(PLAIN, 5), ("d", 5), ("auto", 5), ("auto", 300)]
