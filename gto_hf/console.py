@@ -10,6 +10,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from safetensors import SafetensorError
+
 from .extras import install_hint
 
 
@@ -79,6 +81,13 @@ def report(action: Callable[[], object]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor may the interpreter's own flush complain
     except (ValueError, TypeError, OSError, ImportError, FloatingPointError) as error:
         print(f"gto-hf: error: {error}", file=sys.stderr)
+        return 1
+    except SafetensorError as error:  # it does not say of which file
+        print(
+            f"gto-hf: error: the weights of a model are incomplete or damaged ({error}). Download or copy its .safetensors files "
+            "again.",
+            file=sys.stderr,
+        )
         return 1
     except KeyboardInterrupt:
         print("gto-hf: interrupted", file=sys.stderr)

@@ -5,6 +5,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import types
@@ -142,6 +143,19 @@ def test_wrong_paths_and_values_are_named_before_any_work(folder, capsys):
         assert main(argv) == 1, argv
         last = capsys.readouterr().err.strip().splitlines()[-1]
         assert last.startswith("gto-hf: error: ") and all(word in last for word in words), last
+
+
+def test_a_truncated_target_is_one_line(folder, tmp_path, capsys):
+    shutil.copytree(folder / "target", tmp_path / "target")
+    weights = tmp_path / "target" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    for command in (
+        ["check", "--draft", str(folder / "draft")],
+        ["regenerate", "--prompts", "own", "--output", f"{tmp_path}/a.jsonl"],
+    ):
+        assert main([*command, "--target", str(tmp_path / "target"), "--device", "cpu"]) == 1
+        last = capsys.readouterr().err.strip().splitlines()[-1]
+        assert last.startswith("gto-hf: error: the weights of a model are incomplete or damaged") and "again" in last
 
 
 def test_a_yaml_file_holds_the_options_and_the_command_line_wins(folder, tmp_path, capsys):

@@ -20,7 +20,7 @@ from pathlib import Path
 import yaml
 from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
-from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config
+from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 
 from gto_hf.checkpoints import AutoDraft
 from gto_hf.console import EXIT_CODES, Help
@@ -84,7 +84,14 @@ def main(argv: list[str] | None = None) -> None:
         adapter = get_peft_config(model_args)
         print(
             plan_text(
-                args, args.target_model_name_or_path, named, fresh[0], name, draft_type=fresh[1], peft_config=adapter
+                args,
+                args.target_model_name_or_path,
+                named,
+                fresh[0],
+                name,
+                draft_type=fresh[1],
+                peft_config=adapter,
+                quantization=get_quantization_config(model_args),
             )
         )
         return

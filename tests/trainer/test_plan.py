@@ -10,11 +10,13 @@ import torch
 import yaml
 from datasets import Dataset
 from peft import LoraConfig
+from transformers import BitsAndBytesConfig
 
 from gto_hf import CausalLMDraft, GTOConfig, GTOTrainer, TreeConfig
 from gto_hf.cli import main
 from gto_hf.drafts import DRAFTS
 from gto_hf.trainer.plan import GIB, Sizes, draft_config, fresh_vocab, plan_text, sizes_of
+from gto_hf.trainer.plan_facts import count_rows, weight_bits
 from gto_hf.trainer.script import FRESH_TYPES
 from gto_hf.trainer.shapes import KNOWN_TARGETS, target_config
 from tests.tiny import tiny_draft, tiny_target, tiny_tokenizer, written_rows
@@ -129,6 +131,79 @@ def test_sizes_are_those_of_the_real_models(tmp_path):
     half.dtype = torch.bfloat16
     assert sizes_of(half, shape, args).element == 2
     assert "a folder, not counted; 68000 rows" in plan_text(args, str(tmp_path / "target"), None, None, str(tmp_path))
+
+
+def test_the_files_that_training_reads_are_counted_as_it_reads_them(tmp_path):
+    texts = Dataset.from_dict({"text": ["a\nb", 'c "quoted", d', "e"] * 5})
+    texts.to_parquet(tmp_path / "rows.parquet")
+    texts.to_csv(tmp_path / "rows.csv", index=False)
+    texts.to_json(tmp_path / "rows.jsonl")
+    (tmp_path / "rows.json").write_text(json.dumps(texts.to_list(), indent=1))
+    for path in tmp_path.iterdir():
+        assert count_rows(str(path)) == (15, "15 rows"), path
+    (tmp_path / "rows.parquet").write_text("no parquet")
+    with pytest.raises(ValueError, match="rows.parquet` could not be read"):
+        count_rows(str(tmp_path / "rows.parquet"))
+    assert count_rows("org/rows")[0] == 68_000
+
+
+def planned(capsys, *options):
+    """The plan of a recipe with other options: GiB by name, and its text."""
+    assert main(["train", "--config", str(RECIPES[5]), "--plan", *options]) == 0
+    out = capsys.readouterr().out
+    return {name: float(size) for name, size in re.findall(r"^  (.+): ([\d.]+)$", out, re.M)}, out
+
+
+def test_a_plan_of_few_steps_takes_their_time(capsys):
+    _, whole = planned(capsys)
+    _, some = planned(capsys, "--max_steps", "1700")
+    hours = [[float(n) for n in re.search(r"time: ([\d.]+) to ([\d.]+)", out).groups()] for out in (whole, some)]
+    # 3,400 of the 340,000 rows
+    assert hours[1] == pytest.approx([hours[0][0] / 100, hours[0][1] / 100], rel=0.02)
+    assert "`max_steps=1700`, 3400 rows on one device" in some and "A100-hours by arithmetic for each device" in some
+    assert "epochs" not in some
+
+
+def test_a_quantized_target_is_counted_as_it_is_loaded(capsys):
+    whole, _ = planned(capsys)
+    four, _ = planned(capsys, "--load_in_4bit", "True")
+    eight, _ = planned(capsys, "--load_in_8bit", "True")
+    # All but embedding and head (128,256 x 4,096 each) and norms (65 x 4,096) is linear layers.
+    rest = 2 * 128256 * 4096 + 65 * 4096
+    linear = 8_030_261_248 - rest
+    assert four["target"] == pytest.approx((2 * rest + linear * 4.5 / 8) / GIB, abs=0.01)
+    assert eight["target"] == pytest.approx((2 * rest + linear) / GIB, abs=0.01)
+    for name in ("ddp.yaml", "zero3.yaml"):
+        assert four[name] < eight[name] < whole[name]
+    assert (
+        weight_bits(BitsAndBytesConfig(load_in_4bit=True)) == weight_bits({"bits": 4, "quant_method": "gptq"}) == 4.5
+    )
+    assert weight_bits({"quant_method": "fp8"}) == 8 and weight_bits(None) is None
+    with pytest.raises(ValueError, match="cannot tell the bits.*mystery"):
+        weight_bits({"quant_method": "mystery"})
+
+
+def test_quantization_is_also_seen_in_the_targets_own_arguments_and_config(tmp_path):
+    target = tiny_target("llama")
+    shape, _ = draft_config(None, target.config, 32)
+    args = GTOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none", max_length=100)
+    plain = sizes_of(target.config, shape, args).weights
+    assert plain == 4 * target.num_parameters()
+    linear = sum(m.weight.numel() for m in target.model.modules() if isinstance(m, torch.nn.Linear))
+    args.target_model_init_kwargs = {"quantization_config": {"load_in_8bit": True, "quant_method": "bitsandbytes"}}
+    assert sizes_of(target.config, shape, args).weights == plain - 3 * linear
+    args.target_model_init_kwargs = None
+    target.config.quantization_config = {"bits": 8, "quant_method": "gptq"}
+    assert sizes_of(target.config, shape, args).weights == plain - 3 * linear
+
+
+@pytest.mark.parametrize("objective", ["tree_kl", "membership"])
+def test_objectives_without_a_reference_are_planned_without_one(objective, capsys):
+    whole, out = planned(capsys)
+    other, text = planned(capsys, "--gto_objective", objective)
+    assert whole["reference M0"] > 1 and other["reference M0"] == 0
+    assert "at most 15104 nodes" in out and "at most 7552 nodes" in text  # trees of the draft alone
+    assert other["ddp.yaml"] == pytest.approx(whole["ddp.yaml"] - whole["reference M0"], abs=0.1)
 
 
 @pytest.mark.parametrize("kind", [*FRESH_TYPES, "causal_lm"])
