@@ -3,6 +3,7 @@
 
 import json
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ from transformers import BitsAndBytesConfig
 
 from gto_hf import CausalLMDraft, GTOConfig, GTOTrainer, TreeConfig
 from gto_hf.cli import main
+from gto_hf.data.prompts import read_prompts
 from gto_hf.drafts import DRAFTS
+from gto_hf.gto import FEATURE_OBJECTIVES
 from gto_hf.trainer.plan import GIB, Sizes, draft_config, fresh_vocab, plan_text, sizes_of
 from gto_hf.trainer.plan_facts import count_rows, weight_bits
 from gto_hf.trainer.script import FRESH_TYPES
@@ -55,11 +58,66 @@ def test_a_recipe_can_be_planned_without_weights(path, capsys):
     assert "170000 on 1, 21250 on 8" in out
     kind = {"hass": "eagle", "griffin": "griffin"}.get(path.stem.rpartition("-")[2], "eagle3")
     assert f"`{kind}`, shaped like the target" in out
-    if "Table 1" in path.read_text():  # the page quotes these
-        page = (path.parents[2] / "docs" / "reproduce.md").read_text()
-        whole, split = (re.search(rf"{name}.yaml: ([\d.]+)", out)[1] for name in ("ddp", "zero3"))
-        least, most = (f"{int(hours):,}" for hours in re.search(r"time: (\d+) to (\d+)", out).groups())
-        assert f"| {whole} GiB | {split} GiB | {least} to {most} |" in page
+    page = (path.parents[2] / "docs" / "reproduce.md").read_text()  # it quotes these
+    whole, split = (re.search(rf"{name}.yaml: ([\d.]+)", out)[1] for name in ("ddp", "zero3"))
+    least, most = (f"{int(hours):,}" for hours in re.search(r"time: (\d+) to (\d+)", out).groups())
+    assert f"| {whole} GiB | {split} GiB | {least} to {most} |" in page
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_trains_with_the_token_loss_of_its_drafts_family(path):
+    values = yaml.safe_load(path.read_text())
+    family = path.stem.rpartition("-")[2]
+    if family not in ("hass", "griffin"):
+        assert "token_objective" not in values and (values["ttt_steps"], values["ttt_decay"]) == (7, 0.8)
+        return
+    assert values["token_objective"] == family
+    # Stated one by one, they are what the released code has and what the objective would take by itself.
+    recipe = FEATURE_OBJECTIVES[family]
+    stated = [
+        values[name] for name in ("ttt_steps", "feature_weight", "distribution_weight", "topk_weight", "topk_tokens")
+    ]
+    assert stated == [recipe.steps, recipe.feature_weight, recipe.token_weight, recipe.topk_weight, recipe.topk_tokens]
+    assert values.get("align_top", 0) == recipe.align_top and values["ttt_decay"] == 1
+    reasons = path.read_text().partition("token_objective")[2].partition("gto_weight")[0]
+    assert "EAGLE-3" not in reasons and f"{family.upper()}'s" in reasons
+
+
+def test_the_page_has_the_commands_of_every_recipe():
+    page = (Path(__file__).parents[2] / "docs" / "reproduce.md").read_text()
+    rows = [
+        [cell.strip(" `") for cell in line.strip("|").split("|")]
+        for line in page.splitlines()
+        if line.startswith("| `")
+    ]
+    rows = {row[0]: row[1:] for row in rows if len(row) == 5}
+    assert sorted(rows) == [path.stem for path in RECIPES]
+    for path in RECIPES:
+        text, (target, draft, prompts, split) = path.read_text(), rows[path.stem]
+        values = yaml.safe_load(text)
+        assert (target, draft) == (values["target_model_name_or_path"], values["model_name_or_path"])
+        assert f"examples/accelerate/{split}.yaml" in text
+        assert ("OpenThoughts" in text) == (prompts == "sharegpt-openthoughts.jsonl")
+        assert values["dataset_name"] == f"paper-answers-{path.stem}.jsonl"
+        assert values["output_dir"] == f"runs/paper-{path.stem}"
+
+
+def test_the_pages_lines_make_prompts_that_can_be_answered(tmp_path, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs" / "reproduce.md").read_text()
+    code = re.search(r"<!-- prompts -->\n```python\n(.*?)```", page, re.DOTALL)[1]
+    shell = re.search(r"^cat .*$", page, re.MULTILINE)[0]
+    said = [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "hi"}, {"from": "human", "value": "more"}]
+    rows = {
+        "json": [{"id": "a", "conversations": said}],
+        "open-r1/OpenThoughts-114k-math": [{"problem": "1 + 1?", "solution": "2"}],
+    }
+    monkeypatch.setattr("datasets.load_dataset", lambda name, **kwargs: Dataset.from_list(rows[name]))
+    monkeypatch.chdir(tmp_path)
+    exec(code, {})
+    subprocess.run(shell, shell=True, check=True)
+    found, skipped = read_prompts("sharegpt-openthoughts.jsonl")
+    assert not str(skipped) and [len(each.asks) for each in found] == [2, 1]
+    assert found[1].asks[0][0]["content"] == "1 + 1?"
 
 
 def test_the_arithmetic_is_that_of_the_page_on_scale():
