@@ -167,6 +167,60 @@ def test_a_yaml_file_holds_the_options_and_the_command_line_wins(folder, tmp_pat
     capsys.readouterr()
 
 
+def test_every_other_command_reads_its_options_from_a_yaml_file_too(folder, tmp_path, capsys):
+    questions = tmp_path / "q.jsonl"
+    questions.write_text('{"prompt": "ABC"}\n{"prompt": "DEF"}\n')
+    common = {"target": str(folder / "target"), "dtype": "float32", "device": "cpu"}
+    pair = {**common, "draft": str(folder / "draft"), "sets": str(questions)}
+    runs = {
+        "eval": {**pair, "draft": [f"a={folder}/draft"], "temperature": [0, 1], "max-new-tokens": 2, "questions": 1},
+        "bench decode": {**pair, "max_new_tokens": 2, "trees": ["1x2x2"], "no-memory": True},
+        "check": {**pair, "full": False},
+        "draw": {**pair, "max_new_tokens": 4, "prompt": "AB"},
+        "regenerate": {
+            **common,
+            "prompts": str(questions),
+            "output": f"{tmp_path}/a.jsonl",
+            "max_new_tokens": 2,
+            "greedy": True,
+        },
+        "convert": {"dtype": "float32", "norm-output": True},
+        "export": {"to": "sglang", "target": str(folder / "target"), "output": f"{tmp_path}/exported"},
+        "card": {"output": f"{tmp_path}/card.md", "name": "me/draft"},
+    }
+    for command, options in runs.items():
+        file = tmp_path / f"{command.split()[0]}.yaml"
+        file.write_text(yaml.safe_dump(options))
+        positional = [str(folder / "draft")] if command in ("convert", "export", "card") else []
+        positional += [str(tmp_path / "converted")] if command == "convert" else []
+        assert main([*command.split(), *positional, "--config", str(file)]) == 0, (command, capsys.readouterr())
+    printed_all = capsys.readouterr().out
+    assert "| 1 | a |" in printed_all and "tree 1/2/2" in printed_all and (tmp_path / "card.md").exists()
+    # What is given here wins, also over a list.
+    argv = ["eval", "--config", str(tmp_path / "eval.yaml"), "--temperature", "0", "--draft", f"b={folder}/draft"]
+    assert main(argv) == 0
+    out = capsys.readouterr().out
+    assert "| 0 | b |" in out and "| a |" not in out and "| 1 |" not in out
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("max_token: 3\n", "`max_token`, which is no option"),
+        ("- 1\n", "mapping"),
+        ("a: [1\n", "not YAML"),
+        (None, "no file"),
+    ],
+)
+def test_a_yaml_file_of_another_command_is_wrong_usage_too(tmp_path, capsys, text, words):
+    file = tmp_path / "run.yaml"
+    if text is not None:
+        file.write_text(text)
+    for command in (["eval"], ["bench", "decode"], ["regenerate"], ["card"]):
+        code, _, err = printed([*command, "--config", str(file)], capsys)
+        assert code == 2 and words in err.splitlines()[-1], (command, err)
+
+
 def test_what_is_wrong_with_a_yaml_file_is_said(folder, tmp_path, capsys):
     (tmp_path / "broken.yaml").write_text("max_steps: [1\n")
     (tmp_path / "unknown.yaml").write_text(f"dataset_name: {folder}/rows.jsonl\nmax_step: 1\n")

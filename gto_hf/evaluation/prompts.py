@@ -200,6 +200,22 @@ def spread(questions: list[T], count: int) -> list[T]:
     return [questions[int(i * step)] for i in range(count)] if count < len(questions) else questions
 
 
+def spread_each(questions: list[Question], count: int) -> list[Question]:
+    """`count` questions of every set (all of a smaller one), chosen as [`spread`] does; sets stay in order."""
+    sets: dict[str, list[Question]] = {}
+    for question in questions:
+        sets.setdefault(question.set, []).append(question)
+    return [question for some in sets.values() for question in spread(some, count)]
+
+
+def with_system(questions: list[Question], text: str) -> list[Question]:
+    """The questions with a system message before each that has none."""
+    return [
+        q if any(role == "system" for role, _ in q.history) else replace(q, history=(("system", text), *q.history))
+        for q in questions
+    ]
+
+
 def prompts_hash(questions: list[Question]) -> str:
     """First 12 hex digits of a hash over all texts: two figures with different hashes are not comparable."""
     text = json.dumps([[q.history, q.turns] for q in questions], ensure_ascii=False)

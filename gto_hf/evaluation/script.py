@@ -13,12 +13,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gto_hf.checkpoints import AutoDraft
 from gto_hf.data.answer_file import AnswerFile
+from gto_hf.data.template_option import add_template_option, template_kwargs
 from gto_hf.target import find_device
 
 from .bench import System
 from .facts import TREES, identity, settings
 from .plots import check_matplotlib, write_plots
-from .prompts import Question, load_sets, split_name, spread
+from .prompts import Question, load_sets, split_name, spread, spread_each, with_system
 from .report import summarize, write_report
 from .runs import SystemRun, agreement
 from .session import Detail, measure
@@ -51,9 +52,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="comma-separated: own, chat, code, math; mt-bench, humaneval, gsm8k, spec-bench, speed-bench (from the Hub); "
         "NAME=FILE or a .jsonl file with `turns`, `messages` or `prompt`; a Hub id",
     )
-    parser.add_argument(
+    some = parser.add_mutually_exclusive_group()
+    some.add_argument(
         "--questions", type=positive, default=None, help="how many questions in all, spread over the sets"
     )
+    some.add_argument("--questions-per-set", type=positive, default=None, help="or how many of every set")
+    parser.add_argument(
+        "--system",
+        default=None,
+        help="system prompt of questions that have none: a text, or the name of a file that holds it",
+    )
+    add_template_option(parser)
     parser.add_argument("--temperature", default="0", help="comma-separated; 0 is greedy")
     parser.add_argument("--max-new-tokens", type=positive, default=128, help="longest answer")
     parser.add_argument(
@@ -94,6 +103,12 @@ def run(args: argparse.Namespace) -> list[SystemRun]:
     questions: list[Question] = [q for each in sets for q in each.questions]
     if args.questions is not None:
         questions = spread(questions, args.questions)
+    if args.questions_per_set is not None:
+        questions = spread_each(questions, args.questions_per_set)
+    system = system_prompt(args.system)
+    if system is not None:
+        questions = with_system(questions, system)
+    template_kwargs(args)  # before anything is loaded
     device = find_device(args.device)
     dtype = getattr(torch, args.dtype)
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype).to(device).eval()
@@ -108,8 +123,11 @@ def run(args: argparse.Namespace) -> list[SystemRun]:
     check_names(systems)
     own_trees = {name: draft.tree.to_dict() for name, draft in drafts.items()}
     facts = settings(args, questions, own_trees, drafts, target, baselines)
+    variables = template_kwargs(args, tokenizer)
+    facts |= {"system prompt": system, "chat template kwargs": variables}
     detail = Detail() if folder is None or args.no_details else Detail(time_split=True, trees=True)
     options = {"temperatures": temperatures, "max_new_tokens": args.max_new_tokens, "seed": args.seed}
+    options["template_kwargs"] = variables
     for each in sets:
         print(each)
     if folder is None:
@@ -152,6 +170,23 @@ def finish(
         args.output.write_text(json.dumps({"settings": facts, "runs": counts}, indent=1), encoding="utf-8")
     if args.require_identical and same < answers:
         raise ValueError(f"{answers - same} of {answers} texts differ from plain generate in {args.dtype}.")
+
+
+def system_prompt(given: str | None) -> str | None:
+    """
+    The text of `--system`.
+
+    Raises:
+        ValueError: If it is empty, which would be another prompt than none, or cannot be read.
+    """
+    if given is None:
+        return None
+    # A text may be longer than a name can be, or span lines.
+    named = "\n" not in given and len(given) < 255 and Path(given).is_file()
+    text = Path(given).read_text(encoding="utf-8").strip() if named else given
+    if not text.strip():
+        raise ValueError(f"`--system {given}` is empty. Give a text or a file with one, or leave the option out.")
+    return text
 
 
 def check_names(systems: list[System]) -> None:

@@ -211,6 +211,7 @@ def measure(
     seed: int = 0,
     detail: Detail = TIMES_ALONE,
     file: AnswerFile | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[SystemRun]:
     """
     Answer every question with every system, one after the other for each prompt, in rotating order.
@@ -226,6 +227,7 @@ def measure(
         seed (`int`, *optional*, defaults to `0`): Prompt `i` is sampled with `seed + i` by every system.
         detail ([`Detail`], *optional*): What is measured beside tokens and seconds.
         file ([`AnswerFile`], *optional*): Holds the answers of an interrupted run, and gets every new one at once.
+        template_kwargs (`Mapping`, *optional*): Variables for the chat template.
 
     Returns:
         `list[SystemRun]`: For each temperature the systems in order; their answers are [`Measured`].
@@ -241,7 +243,7 @@ def measure(
             for question in questions:
                 said: list[str] = []
                 for turn in range(len(question.turns)):
-                    prompt = render_prompt(tokenizer, question.messages(turn, said))
+                    prompt = render_prompt(tokenizer, question.messages(turn, said), **(template_kwargs or {}))
                     number = len(runs[systems[0].name].answers)
                     first = number % len(systems)
                     for system in [*systems[first:], *systems[:first]]:

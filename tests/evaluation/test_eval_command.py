@@ -18,9 +18,9 @@ from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 
 from gto_hf import TreeConfig
 from gto_hf.cli import main
-from gto_hf.evaluation import load_set, plots, session
+from gto_hf.evaluation import Question, load_set, plots, session
 from gto_hf.evaluation.plots import check_matplotlib
-from gto_hf.evaluation.prompts import split_name
+from gto_hf.evaluation.prompts import split_name, spread_each, with_system
 from gto_hf.evaluation.systems import Baseline, load_dflash, parse_baselines
 from tests.tiny import tiny_draft, tiny_target, tiny_tokenizer
 
@@ -298,6 +298,63 @@ def test_a_run_goes_on_another_day_with_the_same_weights_elsewhere(models, tmp_p
     meta = json.loads((out / "answers.meta").read_text())
     assert "date" not in meta["settings"] and "drafts" not in meta["settings"]
     assert main(moved) == 0
+
+
+@pytest.fixture
+def templated(models, tmp_path):
+    """The target with a chat template that reads a variable, and the text before every prompt of one question."""
+    target = tmp_path / "target"
+    shutil.copytree(models / "target", target)
+    template = (
+        "{% for m in messages %}{{ m.role[0] | upper }}{{ m.content }}{% endfor %}{{ 'T' if thinking else 'N' }}"
+    )
+    (target / "chat_template.jinja").write_text(template)
+    return target
+
+
+def test_a_system_prompt_and_template_variables_make_the_prompts(models, templated, tmp_path, monkeypatch, capsys):
+    (tmp_path / "system.txt").write_text("BE\n")
+    asked = []
+    real = session.measure_answer
+    monkeypatch.setattr(
+        session, "measure_answer", lambda t, prompt, *a, **k: asked.append(prompt) or real(t, prompt, *a, **k)
+    )
+    options = ["--no-plots", "--no-details", "--questions-per-set", "1", "--target", str(templated)]
+    mine = ["--system", str(tmp_path / "system.txt"), "--chat-template-kwargs", '{"thinking": true}']
+    assert main(command(models, tmp_path / "a", *options, *mine, tokens=2)) == 0
+    tokenizer = tiny_tokenizer()
+    assert tokenizer.decode(asked[0]) == "SBEUABCDEFT" and tokenizer.decode(asked[-1]) == "SBEUQRST"
+    found = json.loads((tmp_path / "a" / "results.json").read_text())["settings"]
+    assert (found["system prompt"], found["chat template kwargs"]) == ("BE", {"thinking": True})
+    capsys.readouterr()
+    for other, words in ((mine[:2], "`chat template kwargs` was"), (mine[2:], "`prompts hash` was")):
+        assert main(command(models, tmp_path / "a", *options, *other, tokens=2)) == 1
+        assert words in capsys.readouterr().err
+
+
+def test_a_tokenizer_without_a_template_is_said(models, tmp_path, capsys):
+    options = ["--no-plots", "--no-details", "--questions", "1"]
+    with pytest.warns(UserWarning, match="no chat template: prompts are plain text"):
+        assert main(command(models, tmp_path / "a", *options, tokens=2)) == 0
+    assert (
+        main(command(models, tmp_path / "b", *options, "--chat-template-kwargs", '{"thinking": true}', tokens=2)) == 1
+    )
+    assert "has no chat template" in capsys.readouterr().err and not (tmp_path / "b").exists()
+    for wrong, words in ((["--chat-template-kwargs", "[1]"], "JSON object"), (["--system", " "], "is empty")):
+        assert main(command(models, tmp_path / "b", *options, *wrong, tokens=2)) == 1
+        assert words in capsys.readouterr().err
+
+
+def test_questions_of_each_set():
+    many = [
+        Question(str(n), name, (f"{name}{n}",))
+        for name, count in (("a", 10), ("b", 3), ("c", 1))
+        for n in range(count)
+    ]
+    assert [q.id for q in spread_each(many, 2)] == ["0", "5", "0", "1", "0"]
+    told = with_system([many[0], Question("x", "s", ("t",), (("system", "own"),))], "be good")
+    assert told[0].messages(0, []) == [{"role": "system", "content": "be good"}, {"role": "user", "content": "a0"}]
+    assert told[1].messages(0, [])[0]["content"] == "own"
 
 
 def test_baselines_are_read_in_order():

@@ -207,7 +207,8 @@ def test_the_points_of_speed_by_tree(figures):
     for axis, speeds in ((cold, [2.0, 10 / 3]), (hot, [1.5, 2.4])):
         line = axis.lines[0]
         assert list(line.get_xdata()) == [4, 20] and list(line.get_ydata()) == pytest.approx(speeds)
-        assert [tick.get_text() for tick in axis.get_xticklabels()] == ["2/2/4", "4/5/20"]
+        labels = [tick.get_text() for tick in axis.get_xticklabels()]
+        assert dict(zip(axis.get_xticks(), labels, strict=True)) == {4: "2/2/4", 20: "4/5/20"}
 
 
 def test_the_order_and_the_seeds_of_the_calls(monkeypatch):
@@ -219,12 +220,12 @@ def test_the_order_and_the_seeds_of_the_calls(monkeypatch):
         return made("", [7, 8], 1.0, 0.5)
 
     monkeypatch.setattr(session, "measure_answer", answered)
-    questions = [Question("0", "s", ("A", "BC")), Question("1", "s", ("D" * 9,)), Question("2", "s", ("E" * 5,))]
+    questions = [Question("0", "s", ("A", "BC")), Question("1", "s", ("D" * 9,)), Question("2", "s", ("E" * 6,))]
     systems = [System(name) for name in (PLAIN, "a", "b")]
     options = {"temperatures": (0.0, 0.7), "max_new_tokens": 11, "seed": 100}
     runs = measure(None, tiny_tokenizer(), questions, systems, **options)
     order = [[PLAIN, "a", "b"], ["a", "b", PLAIN], ["b", PLAIN, "a"], [PLAIN, "a", "b"]]
-    lengths = [1, len("A\n") + 2 + 1 + 2, 9, 5]  # the second turn has plain's answer, two characters, before it
+    lengths = [1, 1 + 2 + 2, 9, 6]  # before the second turn stand the first and plain's answer of two characters
     assert asked == [
         (temperature, name, 100 + number, lengths[number], 11)
         for temperature in (0.0, 0.7)
