@@ -71,7 +71,11 @@ def main(argv: list[str] | None = None) -> int:
     card_script.add_arguments(card)
     doors.add_convert_arguments(convert)
     doors.add_export_arguments(export)
-    args = parser.parse_args(argv)
+    parsers = {("eval",): evaluate, ("bench", "decode"): decode, ("check",): check, ("regenerate",): regenerate}
+    parsers |= {("draw",): draw, ("card",): card, ("convert",): convert, ("export",): export}
+    for each in parsers.values():
+        each.add_argument("--config", default=None, help="a YAML file with options; those given here win")
+    args = parser.parse_args(console.with_config(argv, parsers))
     actions = {"eval": script.run, "bench": tools.run_bench, "check": tools.run_check, "draw": tools.run_draw}
     actions |= {"regenerate": regenerate_script.run, "card": card_script.run}
     actions |= {"convert": doors.run_convert, "export": doors.run_export}

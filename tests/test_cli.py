@@ -5,6 +5,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import types
@@ -144,6 +145,19 @@ def test_wrong_paths_and_values_are_named_before_any_work(folder, capsys):
         assert last.startswith("gto-hf: error: ") and all(word in last for word in words), last
 
 
+def test_a_truncated_target_is_one_line(folder, tmp_path, capsys):
+    shutil.copytree(folder / "target", tmp_path / "target")
+    weights = tmp_path / "target" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    for command in (
+        ["check", "--draft", str(folder / "draft")],
+        ["regenerate", "--prompts", "own", "--output", f"{tmp_path}/a.jsonl"],
+    ):
+        assert main([*command, "--target", str(tmp_path / "target"), "--device", "cpu"]) == 1
+        last = capsys.readouterr().err.strip().splitlines()[-1]
+        assert last.startswith("gto-hf: error: the weights of a model are incomplete or damaged") and "again" in last
+
+
 def test_a_yaml_file_holds_the_options_and_the_command_line_wins(folder, tmp_path, capsys):
     out = tmp_path / "out"
     assert main(["train", "--config", str(folder / "run.yaml"), "--output_dir", str(out), "--learning_rate", "0"]) == 0
@@ -151,6 +165,60 @@ def test_a_yaml_file_holds_the_options_and_the_command_line_wins(folder, tmp_pat
     assert torch.equal(tuned.fc.weight, before.fc.weight)  # the rate 0 of the command line, steps of the file
     assert torch.load(out / "training_args.bin", weights_only=False).max_steps == 1
     capsys.readouterr()
+
+
+def test_every_other_command_reads_its_options_from_a_yaml_file_too(folder, tmp_path, capsys):
+    questions = tmp_path / "q.jsonl"
+    questions.write_text('{"prompt": "ABC"}\n{"prompt": "DEF"}\n')
+    common = {"target": str(folder / "target"), "dtype": "float32", "device": "cpu"}
+    pair = {**common, "draft": str(folder / "draft"), "sets": str(questions)}
+    runs = {
+        "eval": {**pair, "draft": [f"a={folder}/draft"], "temperature": [0, 1], "max-new-tokens": 2, "questions": 1},
+        "bench decode": {**pair, "max_new_tokens": 2, "trees": ["1x2x2"], "no-memory": True},
+        "check": {**pair, "full": False},
+        "draw": {**pair, "max_new_tokens": 4, "prompt": "AB"},
+        "regenerate": {
+            **common,
+            "prompts": str(questions),
+            "output": f"{tmp_path}/a.jsonl",
+            "max_new_tokens": 2,
+            "greedy": True,
+        },
+        "convert": {"dtype": "float32", "norm-output": True},
+        "export": {"to": "sglang", "target": str(folder / "target"), "output": f"{tmp_path}/exported"},
+        "card": {"output": f"{tmp_path}/card.md", "name": "me/draft"},
+    }
+    for command, options in runs.items():
+        file = tmp_path / f"{command.split()[0]}.yaml"
+        file.write_text(yaml.safe_dump(options))
+        positional = [str(folder / "draft")] if command in ("convert", "export", "card") else []
+        positional += [str(tmp_path / "converted")] if command == "convert" else []
+        assert main([*command.split(), *positional, "--config", str(file)]) == 0, (command, capsys.readouterr())
+    printed_all = capsys.readouterr().out
+    assert "| 1 | a |" in printed_all and "tree 1/2/2" in printed_all and (tmp_path / "card.md").exists()
+    # What is given here wins, also over a list.
+    argv = ["eval", "--config", str(tmp_path / "eval.yaml"), "--temperature", "0", "--draft", f"b={folder}/draft"]
+    assert main(argv) == 0
+    out = capsys.readouterr().out
+    assert "| 0 | b |" in out and "| a |" not in out and "| 1 |" not in out
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("max_token: 3\n", "`max_token`, which is no option"),
+        ("- 1\n", "mapping"),
+        ("a: [1\n", "not YAML"),
+        (None, "no file"),
+    ],
+)
+def test_a_yaml_file_of_another_command_is_wrong_usage_too(tmp_path, capsys, text, words):
+    file = tmp_path / "run.yaml"
+    if text is not None:
+        file.write_text(text)
+    for command in (["eval"], ["bench", "decode"], ["regenerate"], ["card"]):
+        code, _, err = printed([*command, "--config", str(file)], capsys)
+        assert code == 2 and words in err.splitlines()[-1], (command, err)
 
 
 def test_what_is_wrong_with_a_yaml_file_is_said(folder, tmp_path, capsys):

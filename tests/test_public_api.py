@@ -108,6 +108,27 @@ def test_lower_bounds_are_those_of_the_tested_versions():
     assert "<" in next(text for text in named if text.startswith("transformers"))
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="a shell script")
+@pytest.mark.parametrize("broken", ["transformers", "trl"])
+def test_a_version_that_cannot_be_looked_up_ends_the_matrix(broken, tmp_path):
+    """Else the script would go on and test a version of its own making."""
+    stub = tmp_path / "python3"
+    stub.write_text(
+        """#!/usr/bin/env bash
+case "$*" in
+    *"pip download"*BROKEN*) echo "no such index" >&2; exit 1;;
+    *"pip download"*) name=transformers; case "$*" in *trl*) name=trl;; esac
+        while [ "$1" != -d ]; do shift; done; mkdir -p "$2"; touch "$2/$name-9.9-py3-none-any.whl";;
+    *) echo "went on: $*" >&2; exit 3;;
+esac
+""".replace("BROKEN", broken)
+    )
+    stub.chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(["bash", str(ROOT / ".ci" / "versions")], capture_output=True, text=True, env=env)
+    assert done.returncode == 1 and "no such index" in done.stderr and "went on" not in done.stderr, done
+
+
 @pytest.mark.slow
 def test_the_wheel_holds_everything_and_nothing_else(tmp_path):
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", str(tmp_path)]

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from .progress import Progress
 from .prompts import OWN, read_prompts
 from .regenerate import answer_locally, answer_remotely, check_counts, settings_of
 from .server import ServerTarget
+from .template_option import add_template_option, template_kwargs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,9 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--generation-config", default=None, help="fields of a GenerationConfig: a JSON file, or JSON itself"
     )
-    parser.add_argument(
-        "--chat-template-kwargs", type=json.loads, default=None, help='JSON, for example {"enable_thinking": false}'
-    )
+    add_template_option(parser)
     parser.add_argument("--seed", type=int, default=0, help="an interrupted run continues with the same draws")
     local = parser.add_argument_group("with --target")
     local.add_argument("--batch-size", type=int, default=32, help="conversations at a time")
@@ -86,8 +84,7 @@ def run(args: argparse.Namespace) -> Progress:
         limit=args.limit,
         concurrency=args.concurrency,
     )
-    if args.chat_template_kwargs is not None and not isinstance(args.chat_template_kwargs, dict):
-        raise ValueError("`--chat-template-kwargs` must be a JSON object.")
+    template_kwargs(args)
     fields = check_generation(generation_fields(args), args.answers)
     server = None if args.server is None else _server(args, fields)
     device = None

@@ -46,8 +46,15 @@ def render_prompt(tokenizer: Any, messages: list[dict[str, str]], **kwargs: Any)
     Token ids of a conversation up to where the model answers; plain text for tokenizers without chat template.
 
     `kwargs` (`tools`, and variables such as `enable_thinking`) go to the template.
+
+    Warns:
+        If there is no chat template: a model that was trained with one answers otherwise than it would.
     """
     if tokenizer.chat_template is None:
+        warnings.warn(
+            "The tokenizer has no chat template: prompts are plain text, without roles. If the model was trained with a template, "
+            "save it as `chat_template.jinja` beside the tokenizer."
+        )
         text = "\n".join(message["content"] for message in messages)
         return tokenizer(text)["input_ids"]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **kwargs)

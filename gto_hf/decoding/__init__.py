@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lossless decoding with draft trees inside stock `generate` (level 4)."""
 
+from .costs import context_range
 from .decoder import TreeDecoder
 from .hook import install, uninstall
 from .loop import tree_decode
@@ -18,6 +19,7 @@ __all__ = [
     "TreeDecodeOutput",
     "TreeDecoder",
     "as_draft",
+    "context_range",
     "install",
     "record_rounds",
     "tree_decode",

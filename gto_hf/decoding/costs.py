@@ -26,6 +26,11 @@ _REPEATS = 3
 _curves: WeakKeyDictionary[Any, WeakKeyDictionary[Any, dict[tuple, CostCurve]]] = WeakKeyDictionary()
 
 
+def context_range(length: int) -> int:
+    """Which of the ranges (powers of two, from 256 on) a text of so many tokens is in: costs are measured once in each."""
+    return max(length - 1, 255).bit_length()
+
+
 def budget_for(
     target: Any,
     draft: DraftModel,
@@ -51,7 +56,7 @@ def budget_for(
     measured = tree if room is None or room > tree.total_tokens else tree.at_most(max(room - 1, 1))
     if room is not None and room < 3:  # a single node at most: not worth measuring
         return Budget(CostCurve((0, 1), (1.0, 1.0), 0.0, 0.0), tree)
-    key = (str(target.device), target.dtype, len(verifier.lengths), max(length - 1, 255).bit_length(), measured)
+    key = (str(target.device), target.dtype, len(verifier.lengths), context_range(length), measured)
     curves = _curves.setdefault(target, WeakKeyDictionary()).setdefault(draft, {})
     if key not in curves:
         curves[key] = measure_costs(verifier, drafter, measured, roots)

@@ -22,6 +22,7 @@ from gto_hf.drafts import DraftModel
 from gto_hf.tree import TreeConfig
 
 from .runs import PLAIN, PromptRun, SystemRun, answer
+from .warmup import WarmUp
 
 
 AUTO = "auto tree"
@@ -40,6 +41,12 @@ class System:
     name: str
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     tree: TreeConfig | None = None
+
+    @property
+    def automatic(self) -> bool:
+        """Whether every round chooses its own tree, by costs that are measured here."""
+        tree = self.tree or getattr(self.kwargs.get("assistant_model"), "tree", None)
+        return bool(getattr(tree, "auto", False))
 
 
 @dataclass
@@ -175,10 +182,10 @@ def bench_decode(
     """
     options = {"new_tokens": new_tokens, "temperature": temperature}
     results = {system.name: SystemResult(system.name, temperature) for system in systems}
-    for system in systems:  # first calls pay for allocations, an automatic tree for measuring its costs
-        run_system(target, draft, system, prompts[0], seed=seed, **options)
+    warm_up = WarmUp(lambda system, prompt: run_system(target, draft, system, prompt, seed=seed, **options))
     with tqdm(total=len(prompts) * len(systems), desc="bench") as bar:
         for number, prompt in enumerate(prompts):
+            warm_up(systems, prompt)
             turn = number % len(systems)
             for system in [*systems[turn:], *systems[:turn]]:
                 made = run_system(target, draft, system, prompt, seed=seed + number, **options)

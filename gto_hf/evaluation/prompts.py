@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from os import PathLike
 from pathlib import Path
@@ -105,6 +105,43 @@ def load_set(name: str | PathLike, *, limit: int | None = None, **hub: Any) -> Q
     return QuestionSet(label, questions[:limit], source)
 
 
+def set_names(text: str) -> list[str]:
+    """
+    `"own,code"` to its names.
+
+    Raises:
+        ValueError: If there is none, or one stands twice.
+    """
+    found = [name.strip() for name in text.split(",") if name.strip()]
+    if not found:
+        raise ValueError("`--sets` names no question set.")
+    twice = next((name for name in found if found.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"`--sets {text}` names `{twice}` twice.")
+    return found
+
+
+def load_sets(text: str) -> list[QuestionSet]:
+    """
+    The sets of a comma-separated option, in order, every question once: one that an earlier set has as well is left out of the
+    later one, whose `source` then says so.
+
+    Raises:
+        ValueError: As [`set_names`] and [`load_set`], or if nothing is left of a set.
+    """
+    sets, seen = [], set()
+    for name in set_names(text):
+        found = load_set(name)
+        kept = tuple(q for q in found.questions if (q.history, q.turns) not in seen)
+        left_out = len(found.questions) - len(kept)
+        if not kept:
+            raise ValueError(f"`--sets {text}`: every question of `{name}` stands in an earlier set. Leave it out.")
+        seen.update((q.history, q.turns) for q in kept)
+        said = f", without {left_out} that an earlier set has" if left_out else ""
+        sets.append(replace(found, questions=kept, source=found.source + said))
+    return sets
+
+
 def split_name(text: str) -> tuple[str, str]:
     """
     `"NAME=PATH"` to `(NAME, PATH)`, a path alone to `("", path)`.
@@ -161,6 +198,22 @@ def spread(questions: list[T], count: int) -> list[T]:
         raise ValueError(f"Cannot choose {count} of {len(questions)} questions; ask for at least one.")
     step = len(questions) / count
     return [questions[int(i * step)] for i in range(count)] if count < len(questions) else questions
+
+
+def spread_each(questions: list[Question], count: int) -> list[Question]:
+    """`count` questions of every set (all of a smaller one), chosen as [`spread`] does; sets stay in order."""
+    sets: dict[str, list[Question]] = {}
+    for question in questions:
+        sets.setdefault(question.set, []).append(question)
+    return [question for some in sets.values() for question in spread(some, count)]
+
+
+def with_system(questions: list[Question], text: str) -> list[Question]:
+    """The questions with a system message before each that has none."""
+    return [
+        q if any(role == "system" for role, _ in q.history) else replace(q, history=(("system", text), *q.history))
+        for q in questions
+    ]
 
 
 def prompts_hash(questions: list[Question]) -> str:

@@ -8,6 +8,7 @@ Counts first: a run stores tokens, seconds and decoding counts per prompt; ratio
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,16 @@ from gto_hf.decoding import DecodingStatistics
 
 
 PLAIN = "plain generate"
+# Sampling at a temperature is from the target's whole distribution: what its generation config cuts off is not cut off here.
+WHOLE_DISTRIBUTION: dict[str, Any] = {
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": None,
+    "top_h": None,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+}
 
 
 @dataclass
@@ -104,13 +115,15 @@ def answer(
         target (`PreTrainedModel`): The model.
         prompt (`list[int]`): Prompt ids.
         draft ([`DraftModel`], *optional*): Decode with it; None is plain `generate`.
-        temperature (`float`, *optional*, defaults to `0.0`): 0 is greedy. No other warper is active.
+        temperature (`float`, *optional*, defaults to `0.0`): 0 is greedy. Nothing is cut off the distribution
+            (`WHOLE_DISTRIBUTION`). What else the target's generation config says, such as a `repetition_penalty`, holds:
+            [`generation_facts`] tells it.
         max_new_tokens (`int`, *optional*, defaults to `128`): Longest answer.
         seed (`int`, *optional*, defaults to `0`): Set before the call.
         **generate_kwargs: More arguments for `generate`.
     """
     ids = torch.tensor([prompt], device=target.device)
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
+    sampling = {"do_sample": True, "temperature": temperature, **WHOLE_DISTRIBUTION} if temperature else {}
     torch.manual_seed(seed)
     start = time.perf_counter()
     output = target.generate(
@@ -125,8 +138,27 @@ def answer(
     return PromptRun(tokens, seconds, getattr(output, "statistics", None))
 
 
-def agreement(runs: list[SystemRun]) -> tuple[int, int]:
-    """Answers of drafts that equal plain generation's at the same temperature, and answers of drafts in all."""
+def generation_facts(target: Any) -> dict[str, Any]:
+    """What of the target's generation config shapes the answers of [`answer`]: processors, ends and the like, if any."""
+    given = target.generation_config.to_diff_dict()
+    set_here = {"do_sample", "temperature", "max_length", "max_new_tokens", *WHOLE_DISTRIBUTION}
+    shapeless = {"transformers_version", "use_cache", "output_attentions", "output_hidden_states"}
+    return {
+        name: value
+        for name, value in given.items()
+        if name not in set_here | shapeless and not name.startswith("_") and value is not None
+    }
+
+
+def agreement(runs: list[SystemRun], drafts: Collection[str] | None = None) -> tuple[int, int]:
+    """
+    Answers that equal plain generation's at the same temperature, and how many were compared.
+
+    Args:
+        runs (`list[SystemRun]`): Plain generation among them.
+        drafts (`Collection[str]`, *optional*): Systems to compare, by default all others. Stock's baselines draw other
+            samples, so theirs say nothing about losslessness above temperature 0.
+    """
     plain = {run.temperature: run for run in runs if run.name == PLAIN}
-    drafted = [run for run in runs if run.name != PLAIN]
+    drafted = [run for run in runs if run.name != PLAIN and (drafts is None or run.name in drafts)]
     return sum(r.identical(plain[r.temperature]) for r in drafted), sum(len(r.answers) for r in drafted)

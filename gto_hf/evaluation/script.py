@@ -4,27 +4,26 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
-import platform
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gto_hf.checkpoints import AutoDraft
 from gto_hf.data.answer_file import AnswerFile
-from gto_hf.target import find_device, weights_hash
+from gto_hf.data.template_option import add_template_option, template_kwargs
+from gto_hf.target import find_device
 
 from .bench import System
+from .facts import TREES, identity, settings
 from .plots import check_matplotlib, write_plots
-from .prompts import Question, load_set, prompts_hash, split_name, spread
+from .prompts import Question, load_sets, split_name, spread, spread_each, with_system
 from .report import summarize, write_report
 from .runs import SystemRun, agreement
 from .session import Detail, measure
-from .systems import baseline_system, describe, draft_systems, parse_baselines
+from .systems import baseline_system, draft_systems, parse_baselines
 from .table import results_table
 from .trees import parse_trees
 
@@ -53,9 +52,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="comma-separated: own, chat, code, math; mt-bench, humaneval, gsm8k, spec-bench, speed-bench (from the Hub); "
         "NAME=FILE or a .jsonl file with `turns`, `messages` or `prompt`; a Hub id",
     )
-    parser.add_argument(
+    some = parser.add_mutually_exclusive_group()
+    some.add_argument(
         "--questions", type=positive, default=None, help="how many questions in all, spread over the sets"
     )
+    some.add_argument("--questions-per-set", type=positive, default=None, help="or how many of every set")
+    parser.add_argument(
+        "--system",
+        default=None,
+        help="system prompt of questions that have none: a text, or the name of a file that holds it",
+    )
+    add_template_option(parser)
     parser.add_argument("--temperature", default="0", help="comma-separated; 0 is greedy")
     parser.add_argument("--max-new-tokens", type=positive, default=128, help="longest answer")
     parser.add_argument(
@@ -88,12 +95,20 @@ def run(args: argparse.Namespace) -> list[SystemRun]:
         raise ValueError("`--require-identical` needs `--dtype float32`: half precision rounds near-ties differently.")
     if folder is None:
         writable(args.output)
-    elif not args.no_plots:
-        check_matplotlib()
-    sets = [load_set(name) for name in question_sets(args.sets)]
+    else:
+        writable_folder(folder)
+        if not args.no_plots:
+            check_matplotlib()
+    sets = load_sets(args.sets)
     questions: list[Question] = [q for each in sets for q in each.questions]
     if args.questions is not None:
         questions = spread(questions, args.questions)
+    if args.questions_per_set is not None:
+        questions = spread_each(questions, args.questions_per_set)
+    system = system_prompt(args.system)
+    if system is not None:
+        questions = with_system(questions, system)
+    template_kwargs(args)  # before anything is loaded
     device = find_device(args.device)
     dtype = getattr(torch, args.dtype)
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype).to(device).eval()
@@ -106,30 +121,39 @@ def run(args: argparse.Namespace) -> list[SystemRun]:
         drafts[name or path] = AutoDraft.from_pretrained(path, target=target, dtype=dtype).to(device)
     systems = [*(baseline_system(b, target, tokenizer) for b in baselines), *draft_systems(drafts, trees)]
     check_names(systems)
-    facts = settings(args, questions, {name: draft.tree.to_dict() for name, draft in drafts.items()}, drafts)
+    own_trees = {name: draft.tree.to_dict() for name, draft in drafts.items()}
+    facts = settings(args, questions, own_trees, drafts, target, baselines)
+    variables = template_kwargs(args, tokenizer)
+    facts |= {"system prompt": system, "chat template kwargs": variables}
     detail = Detail() if folder is None or args.no_details else Detail(time_split=True, trees=True)
     options = {"temperatures": temperatures, "max_new_tokens": args.max_new_tokens, "seed": args.seed}
+    options["template_kwargs"] = variables
     for each in sets:
         print(each)
     if folder is None:
         runs = measure(target, tokenizer, questions, systems, detail=detail, **options)
     else:
-        same = identity(args, facts, systems, target, tokenizer, detail)
+        same = identity(facts, temperatures, systems, target, tokenizer, detail)
         with AnswerFile(folder / "answers.jsonl", same) as file:
             runs = measure(target, tokenizer, questions, systems, detail=detail, file=file, **options)
-    finish(args, folder, runs, facts, [str(each) for each in sets])
+    finish(
+        args, folder, runs, facts, [str(each) for each in sets], {system.name for system in systems[len(baselines) :]}
+    )
     return runs
 
 
 def finish(
-    args: argparse.Namespace, folder: Path | None, runs: list[SystemRun], facts: dict[str, Any], sets: list[str]
+    args: argparse.Namespace,
+    folder: Path | None,
+    runs: list[SystemRun],
+    facts: dict[str, Any],
+    sets: list[str],
+    drafted: set[str],
 ) -> None:
-    """Print the table and write what was asked for."""
-    same, answers = agreement(runs)
+    """Print the table and write what was asked for; `drafted` are the names of the systems with a draft."""
+    same, answers = agreement(runs, drafted)
     print("\n" + results_table(runs))
-    print(
-        f"\n{args.dtype}: {same} of {answers} answers with a draft or another baseline are identical to plain generate's"
-    )
+    print(f"\n{args.dtype}: {same} of {answers} answers with a draft are identical to plain generate's")
     print("\n" + ", ".join(f"{key}: {value}" for key, value in facts.items()))
     if folder is not None:
         results = summarize(runs)
@@ -146,6 +170,23 @@ def finish(
         args.output.write_text(json.dumps({"settings": facts, "runs": counts}, indent=1), encoding="utf-8")
     if args.require_identical and same < answers:
         raise ValueError(f"{answers - same} of {answers} texts differ from plain generate in {args.dtype}.")
+
+
+def system_prompt(given: str | None) -> str | None:
+    """
+    The text of `--system`.
+
+    Raises:
+        ValueError: If it is empty, which would be another prompt than none, or cannot be read.
+    """
+    if given is None:
+        return None
+    # A text may be longer than a name can be, or span lines.
+    named = "\n" not in given and len(given) < 255 and Path(given).is_file()
+    text = Path(given).read_text(encoding="utf-8").strip() if named else given
+    if not text.strip():
+        raise ValueError(f"`--system {given}` is empty. Give a text or a file with one, or leave the option out.")
+    return text
 
 
 def check_names(systems: list[System]) -> None:
@@ -165,32 +206,6 @@ def read_temperatures(text: str) -> tuple[float, ...]:
     if not all(0 <= value < float("inf") for value in found) or len(set(found)) < len(found):
         raise ValueError(f"`--temperature {text}`: temperatures are 0 or more, each once.")
     return found
-
-
-def identity(
-    args: argparse.Namespace,
-    facts: dict[str, Any],
-    systems: list[System],
-    target: Any,
-    tokenizer: Any,
-    detail: Detail,
-) -> dict[str, Any]:
-    """What answers of an interrupted run must share with those to come: all that changes a text or a second."""
-    models = {s.name: s.kwargs["assistant_model"] for s in systems if s.kwargs.get("assistant_model") is not None}
-    return {
-        **{name: value for name, value in facts.items() if name != "target"},
-        "temperatures": args.temperature,
-        "systems": {system.name: describe(system) for system in systems},
-        "weights": {"target": weights_hash(target), **{name: weights_hash(model) for name, model in models.items()}},
-        # Both lie beside the weights and are edited by hand: one makes the prompts, the other the processors and ends.
-        "chat template": hashlib.sha256(repr(tokenizer.chat_template).encode()).hexdigest()[:12],
-        "generation config": {
-            name: value
-            for name, value in target.generation_config.to_diff_dict().items()
-            if name != "transformers_version"
-        },
-        "details": detail.trees,
-    }
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -214,16 +229,22 @@ def positive(text: str) -> int:
 
 def writable(path: Path | None) -> None:
     """Raise `ValueError` before any work if a file could not be written afterwards."""
-    if path is not None and not path.resolve().parent.is_dir():
+    if path is None:
+        return
+    if path.is_dir():
+        raise ValueError(f"Cannot write the file `{path}`: a folder has that name. Give another name.")
+    if not path.resolve().parent.is_dir():
         raise ValueError(f"Cannot write `{path}`: there is no folder `{path.resolve().parent}`.")
 
 
-def question_sets(names: str) -> list[str]:
-    """`"own,code"` to its names."""
-    found = [name.strip() for name in names.split(",") if name.strip()]
-    if not found:
-        raise ValueError("`--sets` names no question set.")
-    return found
+def writable_folder(path: Path) -> None:
+    """Raise `ValueError` before any work if a folder, which need not exist, could not be made."""
+    first = next(each for each in (path.resolve(), *path.resolve().parents) if each.exists())
+    if not first.is_dir():
+        raise ValueError(
+            f"`--output {path}`: `{first}` is a file, so there cannot be such a folder. Name a new folder, or a file that ends "
+            "in .json."
+        )
 
 
 def load_models(args: argparse.Namespace) -> tuple[Any, Any, Any]:
@@ -233,36 +254,3 @@ def load_models(args: argparse.Namespace) -> tuple[Any, Any, Any]:
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype).to(device).eval()
     draft = AutoDraft.from_pretrained(args.draft, target=target, dtype=dtype).to(device)
     return target, AutoTokenizer.from_pretrained(args.target), draft
-
-
-TREES = "trees (root excluded)"  # key of `settings`
-
-
-def settings(
-    args: argparse.Namespace, questions: list[Question], trees: dict[str, dict], drafts: dict[str, Any]
-) -> dict[str, Any]:
-    """What a figure must be read with; `drafts` by name, each to be told from others of its name by its weights."""
-    return {
-        "target": args.target,
-        "dtype": args.dtype,
-        TREES: trees,
-        "weights": {name: weights_hash(draft) for name, draft in drafts.items()},
-        "questions": len(questions),
-        "prompts hash": prompts_hash(questions),
-        "max new tokens": args.max_new_tokens,
-        "seed": args.seed,
-        "threads": torch.get_num_threads(),
-        "machine": machine(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-
-
-def machine() -> str:
-    """Accelerator or processor name."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0]}, {len(names)} cores" if names else platform.processor() or platform.machine()

@@ -28,6 +28,7 @@ from .bench import System
 from .counts import Counts
 from .prompts import Question
 from .runs import PLAIN, PromptRun, SystemRun, answer
+from .warmup import WarmUp
 
 
 class Deliveries(BaseStreamer):
@@ -210,6 +211,7 @@ def measure(
     seed: int = 0,
     detail: Detail = TIMES_ALONE,
     file: AnswerFile | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[SystemRun]:
     """
     Answer every question with every system, one after the other for each prompt, in rotating order.
@@ -225,6 +227,7 @@ def measure(
         seed (`int`, *optional*, defaults to `0`): Prompt `i` is sampled with `seed + i` by every system.
         detail ([`Detail`], *optional*): What is measured beside tokens and seconds.
         file ([`AnswerFile`], *optional*): Holds the answers of an interrupted run, and gets every new one at once.
+        template_kwargs (`Mapping`, *optional*): Variables for the chat template.
 
     Returns:
         `list[SystemRun]`: For each temperature the systems in order; their answers are [`Measured`].
@@ -232,10 +235,7 @@ def measure(
     kept = _Kept(file)
     total = len(temperatures) * len(systems) * sum(len(q.turns) for q in questions)
     options = {"max_new_tokens": max_new_tokens, "detail": detail}
-    if len(kept) < total:
-        warm = render_prompt(tokenizer, questions[0].messages(0, []))
-        for system in systems:  # first calls pay for allocations, an automatic tree for measuring its costs
-            measure_answer(target, warm, system, max_new_tokens=min(8, max_new_tokens))
+    warm_up = WarmUp(lambda system, prompt: measure_answer(target, prompt, system, max_new_tokens=max_new_tokens))
     results = []
     with tqdm(total=total, initial=len(kept), desc="answers", unit="answer") as bar:
         for temperature in temperatures:
@@ -243,13 +243,14 @@ def measure(
             for question in questions:
                 said: list[str] = []
                 for turn in range(len(question.turns)):
-                    prompt = render_prompt(tokenizer, question.messages(turn, said))
+                    prompt = render_prompt(tokenizer, question.messages(turn, said), **(template_kwargs or {}))
                     number = len(runs[systems[0].name].answers)
                     first = number % len(systems)
                     for system in [*systems[first:], *systems[:first]]:
                         key = f"{temperature:g}|{system.name}"
                         made = kept.find(key, number)
                         if made is None:
+                            warm_up(systems, prompt)
                             made = measure_answer(
                                 target, prompt, system, temperature=temperature, seed=seed + number, **options
                             )

@@ -35,6 +35,10 @@ class Baseline:
         label = {"plain": PLAIN, "prompt-lookup": "prompt lookup", "assisted": "stock assisted", "dflash": "DFlash"}
         return f"{label[self.kind]} {self.value.rstrip('/').rpartition('/')[2]}".strip()
 
+    def __str__(self) -> str:
+        """As it was asked for, with the whole name of its model."""
+        return f"{self.kind}:{self.value}".rstrip(":")
+
 
 def parse_baselines(text: str) -> list[Baseline]:
     """

@@ -16,10 +16,11 @@ from gto_hf.decoding import record_rounds
 
 from .bench import AUTO, as_json, bench_decode, bench_table, default_systems, limits_line, paired_ratio, sets_table
 from .draw import SUFFIXES, draw_tree
+from .facts import settings
 from .lossless import check
 from .misalignment import misalignment, misalignment_table
-from .prompts import load_questions, spread
-from .script import add_model_arguments, load_models, positive, question_sets, read_temperatures, settings, writable
+from .prompts import load_questions, load_sets, set_names, spread
+from .script import add_model_arguments, load_models, positive, read_temperatures, writable
 from .trees import parse_trees
 
 
@@ -52,7 +53,7 @@ def run_bench(args: argparse.Namespace) -> str:
         raise ValueError("`--max-new-tokens` must be 2 or more: the first token is the prefill's and needs no draft.")
     writable(args.output)
     target, tokenizer, draft = load_models(args)
-    questions = spread([q for name in question_sets(args.sets) for q in load_questions(name)], args.questions)
+    questions = spread([q for each in load_sets(args.sets) for q in each.questions], args.questions)
     prompts = [render_prompt(tokenizer, q.messages(0, [])) for q in questions]
     assistant = None
     if args.assistant is not None:
@@ -69,7 +70,7 @@ def run_bench(args: argparse.Namespace) -> str:
         memory=not args.no_memory,
     )
     trees = {s.name: s.tree.to_dict() for s in systems if s.tree is not None}
-    facts = settings(args, questions, trees, {args.draft: draft})
+    facts = settings(args, questions, trees, {args.draft: draft}, target)
     facts["draft"], facts["prompt sets"] = args.draft, [question.set for question in questions]
     table = bench_table(results)
     auto = next(r for r in results if r.name == AUTO)
@@ -100,7 +101,7 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
 def run_check(args: argparse.Namespace) -> None:
     """Print the verdict; fails if the pair cannot be used."""
     target, tokenizer, draft = load_models(args)
-    questions = spread([q for name in question_sets(args.sets) for q in load_questions(name)], args.questions)
+    questions = spread([q for each in load_sets(args.sets) for q in each.questions], args.questions)
     prompts = [render_prompt(tokenizer, q.messages(0, [])) for q in questions]
     if not check(target, draft, full=args.full, prompts=prompts).ok:
         raise ValueError("The check failed; see above.")
@@ -121,7 +122,7 @@ def run_draw(args: argparse.Namespace) -> None:
         raise ValueError(f"`--file {args.file}` must end in {', '.join(SUFFIXES)}.")
     writable(args.file)
     target, tokenizer, draft = load_models(args)
-    question = load_questions(question_sets(args.sets)[0])[0]
+    question = load_questions(set_names(args.sets)[0])[0]
     messages = question.messages(0, []) if args.prompt is None else [{"role": "user", "content": args.prompt}]
     ids = torch.tensor([render_prompt(tokenizer, messages)], device=target.device)
     with record_rounds() as recorder:

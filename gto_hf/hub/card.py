@@ -151,10 +151,20 @@ def _facts(config: DraftConfig) -> list[tuple[str, Any]]:
 
 def _settings(results: list[Measured]) -> list[tuple[str, Any]]:
     """What the figures must be read with; values that are paths are left out."""
-    wanted = ("dtype", "questions", "prompts hash", "max new tokens", "machine", "threads", "torch", "transformers")
+    wanted = (
+        "dtype",
+        "attention",
+        "questions",
+        "prompts hash",
+        "max new tokens",
+        "machine",
+        "threads",
+        "date",
+        "gto-hf",
+    )
     found: dict[str, list[str]] = {}
     for each in results:
-        for key in wanted:
+        for key in (*wanted, "torch", "transformers"):
             value = each.settings.get(key)
             text = None if value is None or is_path(str(value)) else str(value)
             if text is not None and text not in found.setdefault(key, []):

@@ -22,7 +22,8 @@ from gto_hf.checkpoints import AutoDraft
 from gto_hf.console import EXIT_CODES, Help
 from gto_hf.data import load_jsonl
 from gto_hf.drafts import DraftModel, Eagle3Draft, count_tokens
-from gto_hf.evaluation.script import machine, positive, writable
+from gto_hf.evaluation.facts import machine
+from gto_hf.evaluation.script import positive, writable
 from gto_hf.target import check_tree_support, find_device, position_limit, text_config
 from gto_hf.tree import TreeConfig
 

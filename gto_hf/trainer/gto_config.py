@@ -42,7 +42,7 @@ class GTOConfig(SFTConfig):
 
     > [!NOTE]
     > Defaults that differ: `learning_rate=5e-6`, `adam_beta1=0.9`, `adam_beta2=0.95`, `max_grad_norm=0.5` and
-    > `max_length=2048` are the paper's; `gradient_checkpointing=False` because a draft is small;
+    > `max_length=2048` are the paper's; `activation_checkpointing` is off because a draft is small;
     > `ddp_find_unused_parameters=False` because every parameter is used; `use_cpu=True` where there is no accelerator.
 
     Parameters:
@@ -151,7 +151,8 @@ class GTOConfig(SFTConfig):
     adam_beta2: float = field(default=0.95, metadata={"help": "Beta2 for AdamW."})
     max_grad_norm: float = field(default=0.5, metadata={"help": "Max gradient norm."})
     max_length: int | None = field(default=2048, metadata={"help": "Longest row in tokens; longer ones are cut."})
-    gradient_checkpointing: bool = field(default=False, metadata={"help": "Recompute the draft's layer in backward."})
+    # TRL turns it on under its old name, which transformers warns of; unset, both names are off.
+    gradient_checkpointing: bool | None = field(default=None, metadata={"help": "Use activation_checkpointing."})
     ddp_find_unused_parameters: bool | None = field(default=False, metadata={"help": "See DistributedDataParallel."})
 
     target_model_name_or_path: str | None = field(default=None, metadata={"help": "Target to load."})

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, set_seed
-from trl.models.utils import _ForwardRedirection, disable_gradient_checkpointing
+from trl.models.utils import _ForwardRedirection
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from gto_hf.decoding import as_draft
@@ -51,6 +51,7 @@ from .logs import log_tokens, logged_names
 from .nonfinite import check_gradient, explain_nonfinite_trees, nonfinite_loss
 from .place import is_split, largest_over_ranks, place_target
 from .push import AdapterPushCallback, PushingTrainer
+from .recompute import without_checkpointing
 from .reference import is_untrained, reference_fingerprint, warn_untrained
 from .report import ReportCallback
 from .rows import RowPreparation
@@ -386,7 +387,7 @@ class GTOTrainer(PushingTrainer):
     ) -> Plan:
         """Trees and what the target says about them; no gradient."""
         with (
-            disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs),
+            without_checkpointing(self.model, self.args.activation_checkpointing_kwargs),
             explain_nonfinite_trees(self, draft, reading),
         ):
             return self.term.plan(unwrapped, draft, reading, groups, valid, self._generator)

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from gto_hf.checkpoints.adapters import adapter_size
 from gto_hf.drafts import DRAFTS, DraftConfig, FeatureDraft
+from gto_hf.gto import FEATURE_OBJECTIVES
 from gto_hf.gto.token_loss import LOSS_ELEMENTS
 from gto_hf.lora import draft_peft_config
 from gto_hf.target import text_config
@@ -25,11 +26,11 @@ from gto_hf.tree import TreeConfig
 
 from .gto_config import GTOConfig
 from .load import check_target_for_training
+from .plan_facts import count_rows, target_bytes, weight_bits
 from .shapes import target_config
 
 
 GIB = 2**30
-SHAREGPT_ROWS = 68_000  # as EAGLE-3's training code counts it; used where the data is not here
 A100_FLOPS = 0.4 * 312e12  # per second: dense half precision, 40 % of the peak
 
 
@@ -53,13 +54,15 @@ class Sizes:
 
     Attributes:
         target, draft (`int`): Parameters P and p. layers, hidden, vocab, kv (`int`): L, H and V of the target, and its heads
-            of keys times their width (k · d). packed (`float`, *optional*): Bytes per weight of a quantized target.
+            of keys times their width (k · d).
         draft_vocab (`int`): v. rows, length, steps (`int`): B, T and D: rows per device, their longest length, unrolled
             steps of the token loss.
         tree (`TreeConfig`): Of training. roots (`int`): Roots per row, K · m; 0 without trees.
         score_nodes (`int`): Nodes of one target forward. element (`int`): Bytes per number of the target.
         features (`int`, *optional*, defaults to 3): Layers of the target that the draft reads.
         adapter (`int`, *optional*, defaults to 0): Parameters of a fresh adapter, which then are all that is trained.
+        reference (`bool`, *optional*, defaults to `True`): Whether the tree term has a reference draft.
+        target_bytes (`int`, *optional*): Of the target's weights, where they are not all of `element` bytes.
     """
 
     target: int
@@ -78,25 +81,25 @@ class Sizes:
     element: int
     features: int = 3
     adapter: int = 0
-    packed: float | None = None
+    reference: bool = True
+    target_bytes: int | None = None
+
+    @property
+    def weights(self) -> int:
+        """Bytes of the target's weights."""
+        return self.element * self.target if self.target_bytes is None else self.target_bytes
 
     @property
     def trained(self) -> int:
         """Parameters with a gradient and two states of Adam."""
         return self.adapter or self.draft
 
-    @property
-    def target_bytes(self) -> int:
-        """The target's weights; bitsandbytes leaves embedding and head as they are."""
-        plain = self.target if self.packed is None else 2 * self.vocab * self.hidden
-        return self.element * plain + int((self.packed or 0) * (self.target - plain))
-
     def memory(self) -> dict[str, int]:
         """Bytes on one device that holds everything, without activations of the draft's layer."""
         text, nodes = self.rows * self.length, self.rows * self.score_nodes
         size = self.element
         found = {
-            "target": self.target_bytes,
+            "target": self.weights,
             "draft, gradient and Adam": 4 * (self.draft + self.adapter) + 12 * self.trained,
             "features of the target's layers": self.features * size * text * self.hidden,
             "last hidden states": size * text * self.hidden,
@@ -104,7 +107,8 @@ class Sizes:
         }
         if self.roots:
             found |= {
-                "reference M0": 0 if self.adapter else 4 * self.draft,  # the adapter switched off
+                # An adapter's is the draft with the adapter off; our own tree terms have none.
+                "reference M0": 0 if self.adapter or not self.reference else 4 * self.draft,
                 "keys and values of the text": 2 * size * self.layers * text * self.kv,
                 "logits of tree nodes": size * nodes * self.vocab,
                 "keys and values of tree nodes": 2 * size * self.layers * nodes * self.kv,
@@ -115,7 +119,7 @@ class Sizes:
         """Bytes per device under each configuration of `examples/accelerate`, split over `devices` where it splits."""
         whole = sum(self.memory().values())
         optimizer = 12 * self.trained  # gradient and Adam's two states
-        shared = self.target_bytes + 4 * (self.draft + self.adapter) + optimizer
+        shared = self.weights + 4 * (self.draft + self.adapter) + optimizer
         gathered = (
             self.element * self.vocab * (self.hidden + self.rows * self.length)
         )  # the head, and logits of the text
@@ -126,7 +130,7 @@ class Sizes:
             "fsdp2.yaml": whole - 8 * self.trained + split // devices,
             "zero2.yaml": whole - optimizer + optimizer // devices,
         }
-        if self.packed is None:  # packed weights are never split
+        if self.weights == self.element * self.target:  # packed weights are never split
             found["zero3.yaml"] = whole - shared + shared // devices + gathered
         return found
 
@@ -135,16 +139,21 @@ class Sizes:
         expanded = 1 + (self.tree.depth - 1) * self.tree.top_k  # forwards of the draft per tree
         target = 2 * self.target * (self.length + tree_nodes)
         token_loss = 3 * 2 * self.draft * self.length * self.steps  # forward and backward
-        trees = 2 * self.roots * expanded * 2 * self.draft  # of draft and reference
+        trees = (2 if self.reference else 1) * self.roots * expanded * 2 * self.draft  # of draft and reference
         paths = 3 * 2 * self.draft * self.roots * self.tree.depth
         return float(target + token_loss + trees + paths)
 
 
-def sizes_of(config: PreTrainedConfig, draft: DraftConfig, args: GTOConfig, peft_config: Any = None) -> Sizes:
+def sizes_of(
+    config: PreTrainedConfig, draft: DraftConfig, args: GTOConfig, peft_config: Any = None, quantization: Any = None
+) -> Sizes:
     """
     Sizes of a target and a draft by their configs; also checks that trees can be scored on the target, and that a
-    `peft_config` fits the draft.
+    `peft_config` fits the draft. `quantization` is that of `target_model_init_kwargs` if it is not given, else the
+    checkpoint's own.
     """
+    quantization = quantization or (args.target_model_init_kwargs or {}).get("quantization_config")
+    bits = weight_bits(quantization or getattr(config, "quantization_config", None))
     with torch.device("meta"):
         target = AutoModelForCausalLM.from_config(config).eval()
         model = DRAFTS[draft.draft_type](draft)
@@ -159,6 +168,8 @@ def sizes_of(config: PreTrainedConfig, draft: DraftConfig, args: GTOConfig, peft
     dtype = str((args.target_model_init_kwargs or {}).get("dtype") or "auto").removeprefix("torch.")
     if dtype == "auto":  # what `from_pretrained` does when nothing is asked for: as the checkpoint says
         dtype = str(getattr(config, "dtype", None) or text.dtype or torch.float32).removeprefix("torch.")
+    recipe = FEATURE_OBJECTIVES.get(args.token_objective)
+    element = 2 if dtype in ("bfloat16", "float16") else 4
     return Sizes(
         target=sum(parameter.numel() for parameter in target.parameters()),
         draft=drafted,
@@ -169,24 +180,16 @@ def sizes_of(config: PreTrainedConfig, draft: DraftConfig, args: GTOConfig, peft
         draft_vocab=draft.draft_vocab_size,
         rows=args.per_device_train_batch_size,
         length=args.max_length,
-        steps=args.ttt_steps or tree.depth,
+        steps=args.ttt_steps or (recipe.steps if recipe else tree.depth),
         tree=tree,
         roots=args.num_groups * args.group_size if args.gto_weight > 0 else 0,
         score_nodes=args.score_nodes,
-        element=2 if dtype in ("bfloat16", "float16") else 4,
+        element=element,
         features=len(draft.feature_layers or ()),
         adapter=adapter,
-        packed=_packed((args.target_model_init_kwargs or {}).get("quantization_config")),
+        reference=args.gto_objective == "gto",
+        target_bytes=target_bytes(target, element, bits),
     )
-
-
-def _packed(quantization: Any) -> float | None:
-    """Bytes per weight that bitsandbytes packs: 4 bits with a scale for 64 weights (docs/scale.md), or 8 bits."""
-    options = quantization if isinstance(quantization, dict) else getattr(quantization, "__dict__", {})
-    for name, size in (("load_in_4bit", 0.5625), ("load_in_8bit", 1.0)):
-        if options.get(name) or options.get(f"_{name}"):
-            return size
-    return None
 
 
 def fresh_vocab(draft_type: str, asked: int | None, vocab: int) -> int:
@@ -256,6 +259,7 @@ def plan_text(
     devices: int = 8,
     draft_type: str = "eagle3",
     peft_config: Any = None,
+    quantization: Any = None,
 ) -> str:
     """
     What a run will need, after everything but the weights was checked.
@@ -265,6 +269,7 @@ def plan_text(
         draft_vocab_size (`int`, *optional*), draft_type (`str`, *optional*): Of a draft that is fresh or not here.
         dataset (`str`): Folder, file or Hub id. devices (`int`, *optional*, defaults to `8`): What the splitting
             configurations split over. peft_config ([`~peft.PeftConfig`], *optional*): Of a fresh adapter.
+        quantization (`QuantizationConfigMixin`, *optional*): Of the target.
 
     Raises:
         ValueError: For everything that would stop the run before its first step and can be seen without weights.
@@ -273,12 +278,14 @@ def plan_text(
         raise ValueError("`max_length=None`: a plan needs the longest row, in tokens.")
     config = target_config(target)
     draft_shape, said = draft_config(draft, config, draft_vocab_size, draft_type)
-    sizes = sizes_of(config, draft_shape, args, peft_config)
-    rows, counted = _rows(dataset)
-    epochs_rows = rows * args.num_train_epochs
+    sizes = sizes_of(config, draft_shape, args, peft_config, quantization)
+    rows, counted = count_rows(dataset)
     per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    most = 2 * sizes.roots * sizes.tree.total_tokens
-    hours = [epochs_rows * sizes.row_flops(nodes) / A100_FLOPS / 3600 for nodes in (0, most)]
+    all_rows = args.max_steps * per_step if args.max_steps > 0 else rows * args.num_train_epochs
+    most = (2 if sizes.reference else 1) * sizes.roots * sizes.tree.total_tokens
+    hours = [all_rows * sizes.row_flops(nodes) / A100_FLOPS / 3600 for nodes in (0, most)]
+    digits = 0 if hours[0] >= 1 else 2
+    share = " for each device" if args.max_steps > 0 else ""
     tree = sizes.tree
     lines = [
         f"target: {target}: {sizes.target / 1e9:.2f}e9 parameters, {sizes.layers} layers, width {sizes.hidden}, "
@@ -288,15 +295,14 @@ def plan_text(
         f"data: {dataset}: {counted}",
         f"trees: depth {tree.depth}, top-k {tree.top_k}, {tree.total_tokens} nodes; {sizes.roots} roots per row; at most {most} "
         "nodes per row through the target, fewer as equal nodes are merged",
-        f"steps: {args.num_train_epochs:g} epochs of {rows} rows, {per_step} rows per step and device: "
-        f"{_steps(args, epochs_rows, per_step)}",
+        f"steps: {_steps(args, rows, per_step)}",
         "",
         "memory, GiB on a device that holds everything (activations of the draft's layer come on top):",
         *(f"  {name}: {size / GIB:.2f}" for name, size in sizes.memory().items()),
         f"per device, split over {devices} where the configuration splits:",
         *(f"  {name}: {size / GIB:.1f}" for name, size in sizes.per_device(devices).items()),
         "",
-        f"time: {hours[0]:.0f} to {hours[1]:.0f} A100-hours by arithmetic, at 40 % of 312 TFLOP/s and with every row "
+        f"time: {hours[0]:.{digits}f} to {hours[1]:.{digits}f} A100-hours by arithmetic{share}, at 40 % of 312 TFLOP/s and with every row "
         f"{args.max_length} tokens long: the first if no tree node needed a forward of its own, the second if every one did",
         "checked: options, trees, sizes and the target's architecture. Not looked at: weights"
         + ("" if Path(dataset).exists() else ", data"),
@@ -304,17 +310,9 @@ def plan_text(
     return "\n".join(lines)
 
 
-def _steps(args: GTOConfig, rows: float, per_step: int) -> str:
-    if args.max_steps > 0:
-        return f"`max_steps={args.max_steps}`"
-    return ", ".join(f"{rows / per_step / count:.0f} on {count}" for count in (1, 8))
-
-
-def _rows(dataset: str) -> tuple[int, str]:
-    """Rows of the training data, and how they were counted."""
-    if Path(dataset).is_file():
-        with open(dataset, "rb") as file:
-            rows = sum(bool(line.strip()) for line in file)
-        return rows, f"{rows} rows"
-    found = "a folder, not counted" if Path(dataset).is_dir() else "not here"
-    return SHAREGPT_ROWS, f"{found}; {SHAREGPT_ROWS} rows assumed (ShareGPT)"
+def _steps(args: GTOConfig, rows: int, per_step: int) -> str:
+    each = f"{per_step} rows per step and device: "
+    if args.max_steps > 0:  # they end the run, whatever `num_train_epochs` says
+        return f"{each}`max_steps={args.max_steps}`, {args.max_steps * per_step} rows on one device"
+    counts = (f"{rows * args.num_train_epochs / per_step / count:.0f} on {count}" for count in (1, 8))
+    return f"{args.num_train_epochs:g} epochs of {rows} rows, {each}{', '.join(counts)}"

@@ -88,7 +88,13 @@ def main(argv: list[str] | None = None) -> None:
         adapter = get_peft_config(model_args)
         print(
             plan_text(
-                args, args.target_model_name_or_path, named, fresh[0], name, draft_type=fresh[1], peft_config=adapter
+                args,
+                args.target_model_name_or_path,
+                named,
+                fresh[0],
+                name,
+                draft_type=fresh[1],
+                peft_config=adapter,
             )
         )
         return

@@ -13,7 +13,7 @@ import torch
 from transformers import Trainer
 
 from gto_hf.decoding import as_draft
-from gto_hf.evaluation.script import machine
+from gto_hf.evaluation.facts import machine
 from gto_hf.hub import publishable
 from gto_hf.lora import is_peft
 from gto_hf.target import is_hub_id

@@ -79,7 +79,7 @@ def test_gradient_checkpointing_changes_no_value_and_no_gradient(llama, draft):
     for checkpointing in (False, True):
         model = copy.deepcopy(draft).train()
         if checkpointing:
-            model.gradient_checkpointing_enable()
+            model.activation_checkpointing_enable()
         sum(
             x.square().sum() for x in SequencePrefix(model, batch).unrolled_logits(torch.tensor([[2, 6]]), 3)
         ).backward()

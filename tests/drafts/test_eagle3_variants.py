@@ -197,7 +197,7 @@ def test_gradient_checkpointing_changes_no_gradient(llama):
     for checkpointing in (False, True):
         model = copy.deepcopy(draft).train()
         if checkpointing:
-            model.gradient_checkpointing_enable()
+            model.activation_checkpointing_enable()
         steps = SequencePrefix(model, batch).unrolled_logits(torch.tensor([[2, 6]]), 3)
         sum(x.square().sum() for x in steps).backward()
         grads.append([p.grad for p in model.parameters()])

@@ -8,16 +8,19 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import UTC, date, datetime, timedelta
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 
 from gto_hf import TreeConfig
 from gto_hf.cli import main
-from gto_hf.evaluation import load_set, plots, session
+from gto_hf.evaluation import Question, load_set, plots, session
 from gto_hf.evaluation.plots import check_matplotlib
-from gto_hf.evaluation.prompts import split_name
+from gto_hf.evaluation.prompts import split_name, spread_each, with_system
 from gto_hf.evaluation.systems import Baseline, load_dflash, parse_baselines
 from tests.tiny import tiny_draft, tiny_target, tiny_tokenizer
 
@@ -149,7 +152,7 @@ def test_a_killed_process_can_be_continued(models, tmp_path):
     [
         (["--seed", "1"], "`seed` was 0 and is 1"),
         (["--tree-sizes", "2x2x4"], "`systems` was"),
-        (["--temperature", "1"], '`temperatures` was "0"'),
+        (["--temperature", "1"], "`temperatures` was [0.0]"),
     ],
 )
 def test_answers_of_other_settings_are_not_mixed(models, tmp_path, capsys, change, words):
@@ -224,6 +227,8 @@ def test_a_folder_does_not_hide_a_set_of_its_name(monkeypatch, tmp_path):
         (["--temperature", "-1"], "0 or more"),
         (["--temperature", "0,nan"], "0 or more"),
         (["--sets", "mt-bench=/nowhere.jsonl"], "no file `/nowhere.jsonl`"),
+        (["--sets", "chat,code,chat"], "names `chat` twice"),
+        (["--sets", "own,chat"], "every question of `chat` stands in an earlier set"),
         (["--draft", "d=/nowhere"], "`--draft` names `d` twice"),
         (["--draft", "plain generate={models}/draft"], "Two systems are called plain generate"),
     ],
@@ -233,6 +238,123 @@ def test_bad_options_are_refused_before_anything_is_written(models, tmp_path, ca
     assert main(command(models, tmp_path / "results", *options)) == 1
     assert words in capsys.readouterr().err
     assert not (tmp_path / "results").exists()
+
+
+@pytest.mark.parametrize("name", ["file", "file/below", "folder.json"])
+def test_an_output_that_cannot_be_written_is_refused_before_anything_is_read(tmp_path, capsys, name):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder.json").mkdir()
+    options = ["--target", "./nowhere", "--draft", "./nowhere", "--output", str(tmp_path / name)]
+    assert main(["eval", *options]) == 1
+    error = capsys.readouterr().err
+    assert f"{tmp_path / name}`" in error and ("is a file" in error or "a folder has that name" in error)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_question_of_two_sets_is_answered_once(models, tmp_path, capsys):
+    (tmp_path / "more.jsonl").write_text('{"prompt": "QRS"}\n{"prompt": "TUV"}\n')
+    out = tmp_path / "results"
+    sets = ["--sets", f"{models}/two.jsonl,{tmp_path}/more.jsonl", "--no-plots", "--no-details"]
+    assert main(command(models, out, *sets, tokens=2)) == 0
+    said = capsys.readouterr().out
+    assert "more: 1 questions" in said and "without 1 that an earlier set has" in said
+    assert [row["set"] for row in rows(out) if row["id"].endswith("plain generate")] == ["two", "more"]
+
+
+def test_other_samples_of_stock_baselines_are_no_difference(models, tmp_path, capsys):
+    options = ["--baseline", f"assisted:{models}/small", "--require-identical", "--no-plots", "--no-details"]
+    assert main(command(models, tmp_path / "results", *options, tokens=12, temperature="1")) == 0
+    assert "3 of 3 answers with a draft are identical" in capsys.readouterr().out
+    data = json.loads((tmp_path / "results" / "results.json").read_text())
+    assert [r["identical_to_plain"] for r in data["results"] if r["set"] == "all"][1] < 3  # of the baseline
+
+
+def test_settings_say_what_a_figure_must_be_read_with(models, tmp_path):
+    target, out = tmp_path / "target", tmp_path / "results"
+    shutil.copytree(models / "target", target)
+    file = target / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"repetition_penalty": 1.3, "min_p": 0.9, "top_k": 3}))
+    options = ["--baseline", f"assisted:{models}/small", "--no-plots", "--no-details", "--target", str(target)]
+    assert main(command(models, out, *options, tokens=2)) == 0
+    found = json.loads((out / "results.json").read_text())["settings"]
+    assert found["generation config"] == {
+        "repetition_penalty": 1.3, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0
+    }  # fmt: skip
+    assert found["attention"] == "sdpa" and found["baselines"] == ["plain", f"assisted:{models}/small"]
+    assert found["drafts"] == {"d": {"path": f"{models}/draft", "revision": None}}
+    assert found["gto-hf"] == version("gto-hf") and found["machine"] and found["threads"] == torch.get_num_threads()
+    assert abs(date.fromisoformat(found["date"]) - datetime.now(UTC).date()) <= timedelta(days=1)
+    assert "target revision" in found and found["target"] == str(target)
+
+
+def test_a_run_goes_on_another_day_with_the_same_weights_elsewhere(models, tmp_path, monkeypatch):
+    out = tmp_path / "results"
+    options = ["--no-plots", "--no-details"]
+    assert main(command(models, out, *options, tokens=2)) == 0
+    shutil.copytree(models / "draft", tmp_path / "draft")
+    monkeypatch.setattr(session, "measure_answer", None)  # nothing is answered again
+    moved = command(models, out, *options, tokens=2)
+    moved[moved.index(f"d={models}/draft")] = f"d={tmp_path}/draft"
+    meta = json.loads((out / "answers.meta").read_text())
+    assert "date" not in meta["settings"] and "drafts" not in meta["settings"]
+    assert main(moved) == 0
+
+
+@pytest.fixture
+def templated(models, tmp_path):
+    """The target with a chat template that reads a variable, and the text before every prompt of one question."""
+    target = tmp_path / "target"
+    shutil.copytree(models / "target", target)
+    template = (
+        "{% for m in messages %}{{ m.role[0] | upper }}{{ m.content }}{% endfor %}{{ 'T' if thinking else 'N' }}"
+    )
+    (target / "chat_template.jinja").write_text(template)
+    return target
+
+
+def test_a_system_prompt_and_template_variables_make_the_prompts(models, templated, tmp_path, monkeypatch, capsys):
+    (tmp_path / "system.txt").write_text("BE\n")
+    asked = []
+    real = session.measure_answer
+    monkeypatch.setattr(
+        session, "measure_answer", lambda t, prompt, *a, **k: asked.append(prompt) or real(t, prompt, *a, **k)
+    )
+    options = ["--no-plots", "--no-details", "--questions-per-set", "1", "--target", str(templated)]
+    mine = ["--system", str(tmp_path / "system.txt"), "--chat-template-kwargs", '{"thinking": true}']
+    assert main(command(models, tmp_path / "a", *options, *mine, tokens=2)) == 0
+    tokenizer = tiny_tokenizer()
+    assert tokenizer.decode(asked[0]) == "SBEUABCDEFT" and tokenizer.decode(asked[-1]) == "SBEUQRST"
+    found = json.loads((tmp_path / "a" / "results.json").read_text())["settings"]
+    assert (found["system prompt"], found["chat template kwargs"]) == ("BE", {"thinking": True})
+    capsys.readouterr()
+    for other, words in ((mine[:2], "`chat template kwargs` was"), (mine[2:], "`prompts hash` was")):
+        assert main(command(models, tmp_path / "a", *options, *other, tokens=2)) == 1
+        assert words in capsys.readouterr().err
+
+
+def test_a_tokenizer_without_a_template_is_said(models, tmp_path, capsys):
+    options = ["--no-plots", "--no-details", "--questions", "1"]
+    with pytest.warns(UserWarning, match="no chat template: prompts are plain text"):
+        assert main(command(models, tmp_path / "a", *options, tokens=2)) == 0
+    assert (
+        main(command(models, tmp_path / "b", *options, "--chat-template-kwargs", '{"thinking": true}', tokens=2)) == 1
+    )
+    assert "has no chat template" in capsys.readouterr().err and not (tmp_path / "b").exists()
+    for wrong, words in ((["--chat-template-kwargs", "[1]"], "JSON object"), (["--system", " "], "is empty")):
+        assert main(command(models, tmp_path / "b", *options, *wrong, tokens=2)) == 1
+        assert words in capsys.readouterr().err
+
+
+def test_questions_of_each_set():
+    many = [
+        Question(str(n), name, (f"{name}{n}",))
+        for name, count in (("a", 10), ("b", 3), ("c", 1))
+        for n in range(count)
+    ]
+    assert [q.id for q in spread_each(many, 2)] == ["0", "5", "0", "1", "0"]
+    told = with_system([many[0], Question("x", "s", ("t",), (("system", "own"),))], "be good")
+    assert told[0].messages(0, []) == [{"role": "system", "content": "be good"}, {"role": "user", "content": "a0"}]
+    assert told[1].messages(0, [])[0]["content"] == "own"
 
 
 def test_baselines_are_read_in_order():

@@ -12,6 +12,7 @@ from gto_hf.evaluation import (
     PromptRun,
     Question,
     SystemRun,
+    answer,
     compare,
     load_questions,
     prompts_hash,
@@ -107,6 +108,34 @@ def test_all_systems_answer_the_same_prompts_and_the_same_text():
     for plain, fast in (runs[:2], runs[2:]):
         assert fast.identical(plain) == 3 == len(fast.answers)
         assert fast.statistics.emitted_tokens == fast.new_tokens
+
+
+def test_sampling_is_from_the_whole_distribution_of_the_target(monkeypatch):
+    """What the target's generation config cuts off is not cut off; its other processors stay."""
+    target, kept = tiny_target(), []
+    real = type(target)._get_logits_processor
+
+    def spy(self, *args, **kwargs):
+        kept.append(real(self, *args, **kwargs))
+        return kept[-1]
+
+    monkeypatch.setattr(type(target), "_get_logits_processor", spy)
+    cuts = {
+        "top_k": 3,
+        "top_p": 0.5,
+        "min_p": 0.9,
+        "top_h": 0.4,
+        "typical_p": 0.5,
+        "epsilon_cutoff": 0.1,
+        "eta_cutoff": 0.1,
+    }
+    target.generation_config.update(do_sample=True, temperature=0.2, repetition_penalty=1.5, **cuts)
+    for temperature in (0.7, 0.0):
+        answer(target, [5, 6], temperature=temperature, max_new_tokens=2)
+    sampled, greedy = kept
+    assert [type(each).__name__ for each in sampled] == ["RepetitionPenaltyLogitsProcessor", "TemperatureLogitsWarper"]
+    assert sampled[1].temperature == 0.7
+    assert [type(each).__name__ for each in greedy] == ["RepetitionPenaltyLogitsProcessor"]
 
 
 def test_regenerated_answers_are_the_same_after_an_interruption(tmp_path):

@@ -8,6 +8,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+import yaml
 from huggingface_hub import ModelCard
 from trl import ModelConfig, ScriptArguments, TrlParser
 
@@ -97,6 +98,20 @@ def test_a_templates_commands_are_those_of_the_program(path, tmp_path, monkeypat
     assert parse(eval_script, found["eval"]).draft == [f"gto={args.output_dir}"]
     name = re.escape(parse(card_script, found["card"]).name)
     assert re.search(rf'AutoDraft\.from_pretrained\(\s*"{name}"', card.text)
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
+def test_a_templates_training_is_the_recipes(path):
+    words = next(words for words in commands(path.read_text()) if "train" in words)
+    given = dict(zip(words[words.index("train") + 1 :: 2], words[words.index("train") + 2 :: 2], strict=True))
+    stem = path.stem.replace("deepseek-r1-distill-llama-8b", "deepseek-r1-8b")
+    recipe = yaml.safe_load((ROOT / "examples" / "paper" / f"{stem}.yaml").read_text())
+    for name, value in given.items():
+        if name.lstrip("-") not in ("dataset_name", "output_dir"):
+            assert yaml.safe_load(value) == recipe[name.lstrip("-")] or float(value) == recipe[name.lstrip("-")], name
+    page = (ROOT / "docs" / "reproduce.md").read_text()
+    memory = int(re.search(r"^Memory: about (\d+) GiB", path.read_text(), re.MULTILINE)[1])
+    assert any(abs(float(size) - memory) < 0.6 for size in re.findall(r"([\d.]+) GiB", page))
 
 
 def parse(module, words):

@@ -56,6 +56,16 @@ def test_speedup_ratio_by_hand(load):
         metric.compute(tokens=[0], seconds=[1.0], baseline_tokens=[1], baseline_seconds=[1.0])
 
 
+def test_nothing_measured_is_nan_and_no_error(load):
+    length = load("acceptance_length").compute(histograms=[], bonus_tokens=[])
+    depth = load("acceptance_by_depth").compute(histograms=[])
+    ratio = load("speedup_ratio").compute(tokens=[], seconds=[], baseline_tokens=[], baseline_seconds=[])
+    assert all(math.isnan(length[name]) for name in ("tau_micro", "tau_macro", "tau_without_bonus"))
+    assert depth["unconditional"] == depth["conditional"] == [] and math.isnan(depth["tau_without_bonus"])
+    assert all(math.isnan(ratio[name]) for name in ("speedup", "speedup_paired", "low", "high"))
+    assert (length["rounds"], length["answers"], ratio["prompts"]) == (0, 0, 0)
+
+
 def test_they_are_the_figures_of_the_package(load):
     a, b = DecodingStatistics(), DecodingStatistics()
     for counts, rounds in ((a, [(2, True), (0, True), (3, False)]), (b, [(1, True), (4, True)])):

@@ -56,7 +56,7 @@ def logs_with(trainer, key):
 def test_the_draft_moves_and_the_target_does_not(llama, draft, rows, tmp_path, weight, checkpointing):
     before, target_before = state(draft), state(llama)
     trainer = make(
-        draft, llama, rows, tmp_path, gto_weight=weight, max_steps=3, gradient_checkpointing=checkpointing,
+        draft, llama, rows, tmp_path, gto_weight=weight, max_steps=3, activation_checkpointing=checkpointing,
         per_device_train_batch_size=2,
     )  # fmt: skip
     trainer.train()
@@ -510,7 +510,7 @@ def test_token_objectives_are_chosen_by_name(llama, rows, tmp_path, objective):
 
 @pytest.mark.parametrize("objective", ["gto", "tree_kl", "membership"])
 @pytest.mark.parametrize(
-    "options", [{"bf16": True}, {"gradient_checkpointing": True}, {"gradient_accumulation_steps": 2}]
+    "options", [{"bf16": True}, {"activation_checkpointing": True}, {"gradient_accumulation_steps": 2}]
 )
 def test_tree_objectives_under_the_trainers_options(llama, draft, rows, tmp_path, objective, options):
     trainer = make(

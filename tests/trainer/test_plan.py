@@ -3,6 +3,7 @@
 
 import json
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,15 @@ import torch
 import yaml
 from datasets import Dataset
 from peft import LoraConfig
+from transformers import BitsAndBytesConfig
 
 from gto_hf import CausalLMDraft, GTOConfig, GTOTrainer, TreeConfig
 from gto_hf.cli import main
+from gto_hf.data.prompts import read_prompts
 from gto_hf.drafts import DRAFTS
+from gto_hf.gto import FEATURE_OBJECTIVES
 from gto_hf.trainer.plan import GIB, Sizes, draft_config, fresh_vocab, plan_text, sizes_of
+from gto_hf.trainer.plan_facts import count_rows, weight_bits
 from gto_hf.trainer.script import FRESH_TYPES
 from gto_hf.trainer.shapes import KNOWN_TARGETS, target_config
 from tests.tiny import tiny_draft, tiny_target, tiny_tokenizer, written_rows
@@ -53,11 +58,66 @@ def test_a_recipe_can_be_planned_without_weights(path, capsys):
     assert "170000 on 1, 21250 on 8" in out
     kind = {"hass": "eagle", "griffin": "griffin"}.get(path.stem.rpartition("-")[2], "eagle3")
     assert f"`{kind}`, shaped like the target" in out
-    if "Table 1" in path.read_text():  # the page quotes these
-        page = (path.parents[2] / "docs" / "reproduce.md").read_text()
-        whole, split = (re.search(rf"{name}.yaml: ([\d.]+)", out)[1] for name in ("ddp", "zero3"))
-        least, most = (f"{int(hours):,}" for hours in re.search(r"time: (\d+) to (\d+)", out).groups())
-        assert f"| {whole} GiB | {split} GiB | {least} to {most} |" in page
+    page = (path.parents[2] / "docs" / "reproduce.md").read_text()  # it quotes these
+    whole, split = (re.search(rf"{name}.yaml: ([\d.]+)", out)[1] for name in ("ddp", "zero3"))
+    least, most = (f"{int(hours):,}" for hours in re.search(r"time: (\d+) to (\d+)", out).groups())
+    assert f"| {whole} GiB | {split} GiB | {least} to {most} |" in page
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_trains_with_the_token_loss_of_its_drafts_family(path):
+    values = yaml.safe_load(path.read_text())
+    family = path.stem.rpartition("-")[2]
+    if family not in ("hass", "griffin"):
+        assert "token_objective" not in values and (values["ttt_steps"], values["ttt_decay"]) == (7, 0.8)
+        return
+    assert values["token_objective"] == family
+    # Stated one by one, they are what the released code has and what the objective would take by itself.
+    recipe = FEATURE_OBJECTIVES[family]
+    stated = [
+        values[name] for name in ("ttt_steps", "feature_weight", "distribution_weight", "topk_weight", "topk_tokens")
+    ]
+    assert stated == [recipe.steps, recipe.feature_weight, recipe.token_weight, recipe.topk_weight, recipe.topk_tokens]
+    assert values.get("align_top", 0) == recipe.align_top and values["ttt_decay"] == 1
+    reasons = path.read_text().partition("token_objective")[2].partition("gto_weight")[0]
+    assert "EAGLE-3" not in reasons and f"{family.upper()}'s" in reasons
+
+
+def test_the_page_has_the_commands_of_every_recipe():
+    page = (Path(__file__).parents[2] / "docs" / "reproduce.md").read_text()
+    rows = [
+        [cell.strip(" `") for cell in line.strip("|").split("|")]
+        for line in page.splitlines()
+        if line.startswith("| `")
+    ]
+    rows = {row[0]: row[1:] for row in rows if len(row) == 5}
+    assert sorted(rows) == [path.stem for path in RECIPES]
+    for path in RECIPES:
+        text, (target, draft, prompts, split) = path.read_text(), rows[path.stem]
+        values = yaml.safe_load(text)
+        assert (target, draft) == (values["target_model_name_or_path"], values["model_name_or_path"])
+        assert f"examples/accelerate/{split}.yaml" in text
+        assert ("OpenThoughts" in text) == (prompts == "sharegpt-openthoughts.jsonl")
+        assert values["dataset_name"] == f"paper-answers-{path.stem}.jsonl"
+        assert values["output_dir"] == f"runs/paper-{path.stem}"
+
+
+def test_the_pages_lines_make_prompts_that_can_be_answered(tmp_path, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs" / "reproduce.md").read_text()
+    code = re.search(r"<!-- prompts -->\n```python\n(.*?)```", page, re.DOTALL)[1]
+    shell = re.search(r"^cat .*$", page, re.MULTILINE)[0]
+    said = [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "hi"}, {"from": "human", "value": "more"}]
+    rows = {
+        "json": [{"id": "a", "conversations": said}],
+        "open-r1/OpenThoughts-114k-math": [{"problem": "1 + 1?", "solution": "2"}],
+    }
+    monkeypatch.setattr("datasets.load_dataset", lambda name, **kwargs: Dataset.from_list(rows[name]))
+    monkeypatch.chdir(tmp_path)
+    exec(code, {})
+    subprocess.run(shell, shell=True, check=True)
+    found, skipped = read_prompts("sharegpt-openthoughts.jsonl")
+    assert not str(skipped) and [len(each.asks) for each in found] == [2, 1]
+    assert found[1].asks[0][0]["content"] == "1 + 1?"
 
 
 def test_the_arithmetic_is_that_of_the_page_on_scale():
@@ -132,6 +192,79 @@ def test_sizes_are_those_of_the_real_models(tmp_path):
     half.dtype = torch.bfloat16
     assert sizes_of(half, shape, args).element == 2
     assert "a folder, not counted; 68000 rows" in plan_text(args, str(tmp_path / "target"), None, None, str(tmp_path))
+
+
+def test_the_files_that_training_reads_are_counted_as_it_reads_them(tmp_path):
+    texts = Dataset.from_dict({"text": ["a\nb", 'c "quoted", d', "e"] * 5})
+    texts.to_parquet(tmp_path / "rows.parquet")
+    texts.to_csv(tmp_path / "rows.csv", index=False)
+    texts.to_json(tmp_path / "rows.jsonl")
+    (tmp_path / "rows.json").write_text(json.dumps(texts.to_list(), indent=1))
+    for path in tmp_path.iterdir():
+        assert count_rows(str(path)) == (15, "15 rows"), path
+    (tmp_path / "rows.parquet").write_text("no parquet")
+    with pytest.raises(ValueError, match="rows.parquet` could not be read"):
+        count_rows(str(tmp_path / "rows.parquet"))
+    assert count_rows("org/rows")[0] == 68_000
+
+
+def planned(capsys, *options):
+    """The plan of a recipe with other options: GiB by name, and its text."""
+    assert main(["train", "--config", str(RECIPES[5]), "--plan", *options]) == 0
+    out = capsys.readouterr().out
+    return {name: float(size) for name, size in re.findall(r"^  (.+): ([\d.]+)$", out, re.M)}, out
+
+
+def test_a_plan_of_few_steps_takes_their_time(capsys):
+    _, whole = planned(capsys)
+    _, some = planned(capsys, "--max_steps", "1700")
+    hours = [[float(n) for n in re.search(r"time: ([\d.]+) to ([\d.]+)", out).groups()] for out in (whole, some)]
+    # 3,400 of the 340,000 rows
+    assert hours[1] == pytest.approx([hours[0][0] / 100, hours[0][1] / 100], rel=0.02)
+    assert "`max_steps=1700`, 3400 rows on one device" in some and "A100-hours by arithmetic for each device" in some
+    assert "epochs" not in some
+
+
+def test_a_quantized_target_is_counted_as_it_is_loaded(capsys):
+    whole, _ = planned(capsys)
+    four, _ = planned(capsys, "--load_in_4bit", "True")
+    eight, _ = planned(capsys, "--load_in_8bit", "True")
+    # All but embedding and head (128,256 x 4,096 each) and norms (65 x 4,096) is linear layers.
+    rest = 2 * 128256 * 4096 + 65 * 4096
+    linear = 8_030_261_248 - rest
+    assert four["target"] == pytest.approx((2 * rest + linear * 4.5 / 8) / GIB, abs=0.01)
+    assert eight["target"] == pytest.approx((2 * rest + linear) / GIB, abs=0.01)
+    for name in ("ddp.yaml", "zero3.yaml"):
+        assert four[name] < eight[name] < whole[name]
+    assert (
+        weight_bits(BitsAndBytesConfig(load_in_4bit=True)) == weight_bits({"bits": 4, "quant_method": "gptq"}) == 4.5
+    )
+    assert weight_bits({"quant_method": "fp8"}) == 8 and weight_bits(None) is None
+    with pytest.raises(ValueError, match="cannot tell the bits.*mystery"):
+        weight_bits({"quant_method": "mystery"})
+
+
+def test_quantization_is_also_seen_in_the_targets_own_arguments_and_config(tmp_path):
+    target = tiny_target("llama")
+    shape, _ = draft_config(None, target.config, 32)
+    args = GTOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none", max_length=100)
+    plain = sizes_of(target.config, shape, args).weights
+    assert plain == 4 * target.num_parameters()
+    linear = sum(m.weight.numel() for m in target.model.modules() if isinstance(m, torch.nn.Linear))
+    args.target_model_init_kwargs = {"quantization_config": {"load_in_8bit": True, "quant_method": "bitsandbytes"}}
+    assert sizes_of(target.config, shape, args).weights == plain - 3 * linear
+    args.target_model_init_kwargs = None
+    target.config.quantization_config = {"bits": 8, "quant_method": "gptq"}
+    assert sizes_of(target.config, shape, args).weights == plain - 3 * linear
+
+
+@pytest.mark.parametrize("objective", ["tree_kl", "membership"])
+def test_objectives_without_a_reference_are_planned_without_one(objective, capsys):
+    whole, out = planned(capsys)
+    other, text = planned(capsys, "--gto_objective", objective)
+    assert whole["reference M0"] > 1 and other["reference M0"] == 0
+    assert "at most 15104 nodes" in out and "at most 7552 nodes" in text  # trees of the draft alone
+    assert other["ddp.yaml"] == pytest.approx(whole["ddp.yaml"] - whole["reference M0"], abs=0.1)
 
 
 @pytest.mark.parametrize("kind", [*FRESH_TYPES, "causal_lm"])

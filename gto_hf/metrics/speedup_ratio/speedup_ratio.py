@@ -25,7 +25,8 @@ Args:
 
 Returns:
     `dict[str, float]`: `speedup` (ratio of total tokens per second), `speedup_paired` (geometric mean of the prompts' own
-    ratios) with `low` and `high`, its 95 % interval (normal, on logarithms; NaN for one prompt), and `prompts`.
+    ratios) with `low` and `high`, its 95 % interval (normal, on logarithms; NaN for one prompt), and `prompts`. NaN without
+    a prompt.
 
 Examples:
     >>> sr = evaluate.load("gto_hf/metrics/speedup_ratio")
@@ -69,6 +70,8 @@ class SpeedupRatio(evaluate.Metric):
                     f"Prompt {number} has {row[0]} tokens in {row[1]} s against {row[2]} in {row[3]} s: all must be above 0. "
                     "Leave out prompts that gave nothing, on both sides."
                 )
+        if not rows:
+            return dict.fromkeys(("speedup", "speedup_paired", "low", "high"), float("nan")) | {"prompts": 0}
         logs = [math.log(a / b) - math.log(c / d) for a, b, c, d in rows]
         mean = statistics.fmean(logs)
         half = 1.96 * statistics.stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else float("nan")
