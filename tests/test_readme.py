@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import gto_hf
 from gto_hf.cli import main
-from gto_hf.quickstart import Budget, training
+from gto_hf.quickstart import Budget, training, write_table
 from tests.data.test_server import Fake
 from tests.tiny import tiny_draft, tiny_target, tiny_tokenizer, written_rows
 
@@ -36,6 +36,8 @@ STANDS_FOR = {
     "path/to/draft": "draft",
     "path/to/published-draft": "draft",
     "me/my-draft": "pushed",
+    "load_target()": "load_target('llm')",
+    "shipped_draft()": "'draft'",
 }
 # Less work than the defaults; the options of the page are kept.
 LESS = {
@@ -143,6 +145,16 @@ def quickstart(command, monkeypatch):
     monkeypatch.setattr(training, "regenerate", partial(training.regenerate, max_new_tokens=8))
     monkeypatch.setattr(module, "evaluate", lambda options: ended.append(main(["eval", *options])))
     ended = []
+    if "--table" in command:
+        less = {"target": "llm", "draft": "draft", "questions": 1, "max_new_tokens": 8}
+        monkeypatch.setattr(module, "write_table", partial(write_table, **less))
+        module.main(command[2:])
+        made = {path.name for path in Path("runs/quickstart/table").iterdir()}
+        shown = set(re.findall(r"\(docs/img/(\w+\.png)\)", TEXT))
+        # This draft may accept nothing, which leaves a picture out; test_eval_command.py has a run that makes all of them.
+        assert {"results.md", "results.json", "tau_by_set.png", "speedup_by_tree.png"} <= made
+        assert {name for name in made if name.endswith(".png")} <= shown and len(shown) == 4
+        return 0
     module.main([*command[2:], "--target", "llm"])
     assert ended
     return max(ended)
@@ -170,6 +182,12 @@ def test_commands_run_on_the_models_that_they_name(place, monkeypatch, capsys):
         "py --train",
     ):
         assert any(some in command for command in ran), some
+
+
+def test_the_first_screen_has_use_training_and_results():
+    first = "\n".join(TEXT.splitlines()[:45])
+    for part in ("pip install", "assistant_model=draft", "trainer.train()", "| plain generate |", "| shipped draft |"):
+        assert part in first, part
 
 
 def test_links_lead_somewhere():
