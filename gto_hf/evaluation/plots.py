@@ -14,6 +14,7 @@ from .report import Result
 
 
 PARTS = ("target", "draft", "processor", "host")
+FEWEST = 20  # rounds that a conditional acceptance must rest on to be drawn: of fewer it only zigzags
 _TREE = re.compile(r"(.*) @ (\d+)/(\d+)/(\d+)")  # see `systems.draft_systems`
 Panels = list[tuple[Any, list[Result]]]
 
@@ -136,12 +137,16 @@ def _by_depth(results: list[Result]) -> Any:
             statistics, color = result.counts.statistics, colors[result.system]
             whole, step = statistics.acceptance_by_depth(), statistics.acceptance_by_depth(conditional=True)
             depths = range(1, len(whole) + 1)
+            histogram = statistics.accepted_histogram
+            sure = sum(sum(histogram[depth - 1 :]) >= FEWEST for depth in depths)  # rounds only get fewer with depth
             axis.plot(depths, whole, marker="o", markersize=3, color=color, label=_short(result.system))
-            axis.plot(depths, step, marker=".", markersize=3, color=color, linestyle=":", linewidth=1)
+            axis.plot(depths[:sure], step[:sure], marker=".", markersize=3, color=color, linestyle=":", linewidth=1)
         axis.set_ylim(0, 1.04)
         axis.xaxis.get_major_locator().set_params(integer=True)
         axis.set_ylabel("accepted", fontsize=8)
-    panels[-1][0].set_xlabel("depth (full: of all rounds; dotted: of rounds that got one less far)", fontsize=8)
+    panels[-1][0].set_xlabel(
+        f"depth (full: of all rounds; dotted: of rounds that got one less far, if at least {FEWEST} did)", fontsize=8
+    )
     return _legend(figure, panels)
 
 

@@ -2,6 +2,7 @@
 """The parts of `examples/quickstart.py` (level 7)."""
 
 from .model import SMOLLM2, load_target, shipped_draft, target_source
+from .table import write_table
 from .training import SMOKE, TREE, Budget, fresh_draft, load_rows, train
 
 
@@ -16,4 +17,5 @@ __all__ = [
     "shipped_draft",
     "target_source",
     "train",
+    "write_table",
 ]

@@ -11,7 +11,7 @@ from peft import LoraConfig
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from gto_hf import AutoDraft, CausalLMDraft, GTOConfig, GTOTrainer
-from gto_hf.drafts import DRAFTS
+from gto_hf.drafts import DRAFTS, DraftPrefix
 from gto_hf.gto import SequencePrefix, read_target
 from gto_hf.lora import LORA_TARGETS
 from tests.data.chats import VOCAB as CHAT_VOCAB
@@ -107,6 +107,26 @@ def test_every_type_is_here_and_can_have_an_adapter():
 
 
 # ---------------------------------------------------------------- files
+@KINDS
+def test_inputs_of_another_device_are_moved_at_the_drafts_door(kind):
+    """The draft is on `meta`, which knows shapes alone; target and inputs are on the CPU."""
+    target = tiny_target()
+    draft = MAKE[kind](target).to("meta")
+    ids, positions = torch.randint(3, 60, (2, 9)), torch.arange(8).expand(2, -1)
+    reading = read_target(target, ids, torch.ones_like(ids), list(draft.config.feature_layers), 0, 9, use_cache=False)
+    features, after = reading.sequences.features[:, :-1], ids[:, 1:]
+    # Nothing can be copied off `meta`, so ids that `extend` has moved cannot go back to a borrowed embedding.
+    borrowed = None if kind == "causal_lm" else target.get_input_embeddings()(after)
+    assert borrowed is None or draft.embed(after).device.type == "meta"
+    prefix = DraftPrefix(draft)
+    for some in (slice(0, 5), slice(5, 8)):  # the second time behind keys and values that are there already
+        valid = torch.ones(2, some.stop - some.start, dtype=torch.bool)
+        known = None if borrowed is None else borrowed[:, some]
+        output = prefix.extend(features[:, some], after[:, some], positions[:, some], valid, embeddings=known)
+        assert output.device.type == "meta" and output.shape[:2] == valid.shape
+    assert {tensor.device.type for layer in prefix.key_values for tensor in layer} == {"meta"}
+
+
 @KINDS
 def test_what_is_saved_is_what_is_loaded(tmp_path, kind):
     target = target_of("llama")

@@ -4,6 +4,8 @@
 import importlib.util
 import json
 import re
+import shlex
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -92,6 +94,9 @@ def test_examples_are_short_and_each_has_a_test():
         if path.name not in ABOUT:
             assert path.read_text().count("\n") <= LONGEST, path.name
             assert f'example("{path.stem}")' in here, path.name
+    cells = json.loads((FOLDER / "decode.ipynb").read_text())["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert sum(text.count("\n") + 1 for text in code) <= LONGEST
 
 
 def test_training_on_chats_ends_with_a_draft_that_is_ready(models, example, tmp_path, capsys):
@@ -178,6 +183,60 @@ def test_a_draft_type_of_ones_own_trains_loads_and_is_lossless(models, example, 
     assert "MLPDraft\n3 of 3 texts identical to plain generate in torch.float32" in out
     history = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())
     assert history["global_step"] == 4
+
+
+@pytest.fixture
+def engines(tmp_path, monkeypatch):
+    """A `vllm` and an `sglang` that write down how they were called and end with 7."""
+    called = tmp_path / "called.json"
+    script = f"import json, sys\nopen({str(called)!r}, 'w').write(json.dumps(sys.argv[1:]))\nsys.exit(7)\n"
+    (tmp_path / "vllm").write_text(f"#!{sys.executable}\n{script}")
+    (tmp_path / "vllm").chmod(0o755)
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang" / "__init__.py").touch()
+    (tmp_path / "sglang" / "launch_server.py").write_text(script)
+
+    def install():
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+        monkeypatch.syspath_prepend(tmp_path)
+        return called
+
+    return install
+
+
+@pytest.mark.parametrize("engine, more", [("vllm", []), ("sglang", []), ("sglang", ["--tree"])])
+def test_an_engines_command_is_shown_without_it_and_run_with_it(
+    models, example, engines, tmp_path, capsys, engine, more
+):
+    output = tmp_path / "out"
+    pair = ["--target", str(models / "target"), "--draft", str(models / "draft"), "--output", str(output)]
+    options, module = [*pair, "--engine", engine, "--tokens", "4", *more], example("serve")
+    if not module.installed(engine):
+        with pytest.raises(SystemExit) as stop:
+            module.main([*options, "--run"])
+        assert stop.value.code == 2 and f"pip install {engine}" in capsys.readouterr().err and not output.exists()
+    module.main(options)
+    command = shlex.split(capsys.readouterr().out.split("serve it:\n")[1].splitlines()[0])
+    assert (output / "config.json").exists() and (output / "tokenizer.json").exists()
+    if engine == "vllm":
+        method = {"method": "eagle3", "model": str(output), "num_speculative_tokens": 4}
+        assert command[:3] == ["vllm", "serve", str(models / "target")] and json.loads(command[-1]) == method
+    else:
+        steps, topk, tokens = (int(command[place]) for place in (-5, -3, -1))
+        assert command[3:5] == ["--model-path", str(models / "target")] and command[8] == str(output)
+        assert (steps, topk, tokens) == ((3, 3, 9) if more else (4, 1, 5))  # with the root
+    called = engines()
+    with pytest.raises(SystemExit) as stop:
+        module.main([*options, "--overwrite", "--run"])
+    assert stop.value.code == 7
+    assert json.loads(called.read_text()) == command[1 if engine == "vllm" else 3 :]
+
+
+def test_what_an_engine_cannot_do_is_refused(models, example, capsys):
+    with pytest.raises(SystemExit) as stop:
+        example("serve").main(["--target", str(models / "target"), "--draft", str(models / "draft"), "--tree"])
+    assert stop.value.code == 2 and "--tree is for SGLang" in capsys.readouterr().err
 
 
 def test_the_notebook_runs_from_top_to_bottom(models, capsys):

@@ -3,6 +3,7 @@
 
 import copy
 import json
+import shlex
 import subprocess
 import sys
 
@@ -44,7 +45,12 @@ def test_export_command_writes_and_says_how_to_serve(folders, tmp_path, capsys):
     ]
     assert main([*common, "--target-name", "org/tiny", "--dtype", "float16", "--speculative-tokens", "3"]) == 0
     out = capsys.readouterr().out
-    assert "vllm serve org/tiny --speculative-config" in out and '"num_speculative_tokens": 3' in out
+    commands = [shlex.split(line) for line in out.splitlines() if "--speculative-config" in line]
+    assert [words[:2] for words in commands] == [["vllm", "serve"], ["trl", "vllm-serve"]]
+    for words in commands:
+        config = json.loads(words[words.index("--speculative-config") + 1])
+        assert config == {"method": "eagle3", "model": f"{tmp_path}/out", "num_speculative_tokens": 3}
+        assert "org/tiny" in words
     assert load_file(tmp_path / "out" / "model.safetensors")["fc.weight"].dtype == torch.float16
     assert (tmp_path / "out" / "tokenizer.json").exists()
     assert main(common) == 1

@@ -2,8 +2,14 @@
 """The metrics as others load them: by path, with hand examples, and against the package's own counts."""
 
 import ast
+import json
 import math
+import re
+import runpy
+import shutil
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import evaluate
 import pytest
@@ -115,6 +121,38 @@ def test_a_metric_stands_alone_and_has_a_card(name, load):
         assert f"## {title}" in body
     for feature in metric.features:
         assert f"`{feature}`" in body
+
+
+class Error(Exception):
+    """Of the stand-in for gradio."""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_folder_is_a_whole_space(name, load, tmp_path, monkeypatch):
+    """Copied elsewhere, it has every file that its card names, and its page computes; gradio is a stand-in that records."""
+    space = shutil.copytree(FOLDER / name, tmp_path / "app")
+    _, head, body = (space / "README.md").read_text().split("---\n", 2)
+    card = yaml.safe_load(head)
+    assert (card["sdk"], card["sdk_version"].split(".")[0], card["app_file"]) == ("gradio", "6", "app.py")
+    assert f"hf upload me/{name} path/to/gto_hf/metrics/{name} . --repo-type space" in body
+    needed = {line.split(">")[0] for line in (space / "requirements.txt").read_text().split()}
+    source = (space / "app.py").read_text()
+    roots = {m.split(".")[0] for m in re.findall(r"^(?:import|from) (\S+)", source, re.MULTILINE)}
+    assert roots - set(sys.stdlib_module_names) == needed | {"gradio"}  # which comes with the sdk
+    pages = []
+    stand_in = SimpleNamespace(
+        Error=Error, Code=lambda value, **_: value, JSON=dict, Interface=lambda *args, **kwargs: pages.append(args)
+    )
+    monkeypatch.setitem(sys.modules, "gradio", stand_in)
+    runpy.run_path(str(space / "app.py"))
+    (compute, example, _), *_ = pages
+    assert compute(example) == load(name).compute(**json.loads(example))
+    for wrong in ("{", "[]", '{"x": 1}'):
+        with pytest.raises(Error):
+            compute(wrong)
+    with pytest.raises(Error, match="Give a JSON object with"):
+        compute("{}")
+    assert compute(example)  # an error leaves nothing behind
 
 
 @pytest.mark.parametrize("name", NAMES)
