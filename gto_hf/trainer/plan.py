@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from gto_hf.checkpoints.adapters import adapter_size
 from gto_hf.drafts import DRAFTS, DraftConfig, FeatureDraft
 from gto_hf.gto import FEATURE_OBJECTIVES
+from gto_hf.gto.reading import WIDE_ELEMENTS
 from gto_hf.gto.token_loss import LOSS_ELEMENTS
 from gto_hf.lora import draft_peft_config
 from gto_hf.target import text_config
@@ -103,6 +104,7 @@ class Sizes:
             "draft, gradient and Adam": 4 * (self.draft + self.adapter) + 12 * self.trained,
             "features of the target's layers": self.features * size * text * self.hidden,
             "last hidden states": size * text * self.hidden,
+            "target logits, part by part": (size + 8) * min(WIDE_ELEMENTS, text * self.vocab),
             "draft logits of the loss": 20 * min(LOSS_ELEMENTS, self.steps * text * self.draft_vocab),
         }
         if self.roots:
@@ -110,7 +112,6 @@ class Sizes:
                 # An adapter's is the draft with the adapter off; our own tree terms have none.
                 "reference M0": 0 if self.adapter or not self.reference else 4 * self.draft,
                 "keys and values of the text": 2 * size * self.layers * text * self.kv,
-                "logits of tree nodes": size * nodes * self.vocab,
                 "keys and values of tree nodes": 2 * size * self.layers * nodes * self.kv,
             }
         return found
@@ -120,9 +121,9 @@ class Sizes:
         whole = sum(self.memory().values())
         optimizer = 12 * self.trained  # gradient and Adam's two states
         shared = self.weights + 4 * (self.draft + self.adapter) + optimizer
-        gathered = (
-            self.element * self.vocab * (self.hidden + self.rows * self.length)
-        )  # the head, and logits of the text
+        # The head, and logits of the text and of the nodes of one forward, which ZeRO-3 makes whole.
+        nodes = self.score_nodes if self.roots else 0
+        gathered = self.element * self.vocab * (self.hidden + self.rows * (self.length + nodes))
         split = 4 * (self.draft + self.adapter) + optimizer
         found = {
             "ddp.yaml": whole,

@@ -127,7 +127,7 @@ def test_the_arithmetic_is_that_of_the_page_on_scale():
     common |= {"tree": TreeConfig(), "roots": 128, "score_nodes": 1024, "element": 2}
     small, large = Sizes(**llama8, **common), Sizes(**llama70, **common)
     assert small.per_device(8)["ddp.yaml"] / GIB == pytest.approx(24.8, abs=0.1)
-    assert large.per_device(8)["zero3.yaml"] / GIB == pytest.approx(29.2, abs=0.2)
+    assert large.per_device(8)["zero3.yaml"] / GIB == pytest.approx(29.6, abs=0.2)
     # With the target in 4 bits (39.8 GiB) instead of bfloat16.
     split = large.per_device(8)["fsdp2.yaml"] - large.memory()["target"]
     assert split / GIB + 39.8 == pytest.approx(60.6, abs=0.2)
@@ -234,8 +234,9 @@ def test_a_quantized_target_is_counted_as_it_is_loaded(capsys):
     linear = 8_030_261_248 - rest
     assert four["target"] == pytest.approx((2 * rest + linear * 4.5 / 8) / GIB, abs=0.01)
     assert eight["target"] == pytest.approx((2 * rest + linear) / GIB, abs=0.01)
-    for name in ("ddp.yaml", "zero3.yaml"):
+    for name in ("ddp.yaml", "zero2.yaml"):
         assert four[name] < eight[name] < whole[name]
+    assert "zero3.yaml" in whole and "zero3.yaml" not in four  # packed weights are never split
     assert (
         weight_bits(BitsAndBytesConfig(load_in_4bit=True)) == weight_bits({"bits": 4, "quant_method": "gptq"}) == 4.5
     )
