@@ -113,7 +113,8 @@ class GTOConfig(SFTConfig):
         target_temperature (`float`, *optional*, defaults to `1.0`): Of the target in rewards and sampled paths.
         group_positions (`str`, *optional*, defaults to `"random"`):
             `"random"` draws other groups every epoch; `"grid"` takes the same ones, so that the reference's trees and
-            rewards are computed in the first epoch only (and kept in `reference_path`).
+            rewards are computed in the first epoch only (and kept in `reference_path`). A run that is resumed, or started again, finds
+            what was kept: its `gto/target_nodes` are fewer, and nothing else differs.
         reference_path (`str`, *optional*):
             Folder for them; defaults to `reference-trees` in `output_dir`.
         score_nodes (`int`, *optional*, defaults to `1024`):

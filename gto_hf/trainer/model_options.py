@@ -60,23 +60,28 @@ def apply_model_options(options: ModelOptions, script: ScriptArguments, args: GT
             `model_init_kwargs` contradicts.
     """
     _refuse_idle(options, script, args)
-    target = _merged("target_model_init_kwargs", args.target_model_init_kwargs, _of_target(options))
+    explicit = args.target_model_init_kwargs or {}
+    target = _merged("target_model_init_kwargs", explicit, _of_target(options, explicit.get("dtype")))
     args.target_model_init_kwargs = target or None
     revision = {} if options.model_revision == "main" else {"revision": options.model_revision}
     draft = _merged("model_init_kwargs", args.model_init_kwargs, revision)
     args.model_init_kwargs = draft or None
 
 
-def _of_target(options: ModelOptions) -> dict[str, Any]:
-    """Keyword arguments for `from_pretrained`, all of them JSON. Every process loads a quantized target on its own device."""
+def _of_target(options: ModelOptions, dtype: str | None) -> dict[str, Any]:
+    """
+    Keyword arguments for `from_pretrained`, all of them JSON; `dtype` is what the explicit ones say. Every process loads a
+    quantized target on its own device.
+    """
     given = {"dtype": options.dtype, "attn_implementation": options.attn_implementation}
     if options.load_in_4bit or options.load_in_8bit:
-        if options.dtype == "auto":
+        dtype = options.dtype or dtype or "bfloat16"
+        if dtype == "auto":
             raise ValueError(
                 "`--dtype auto` does not say what a quantized target computes in; name bfloat16, float16 or float32."
             )
-        given["dtype"] = options.dtype or "bfloat16"
-        packed = get_quantization_config(replace(options, dtype=given["dtype"])).to_dict()
+        given["dtype"] = dtype
+        packed = get_quantization_config(replace(options, dtype=dtype)).to_dict()
         given["quantization_config"] = {name: value for name, value in packed.items() if not name.startswith("_")}
     return {name: value for name, value in given.items() if value is not None}
 

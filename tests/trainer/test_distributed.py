@@ -122,3 +122,14 @@ def test_deepspeed_trains_saves_and_resumes_as_one_process_does(tmp_path, stage,
     launch(tmp_path / "two", 2, **resumed)
     for key, value in saved(tmp_path / "two" / "final").items():
         torch.testing.assert_close(value, expected[key], atol=1e-5, rtol=1e-4, msg=key)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"lora": True}, {"gradient_accumulation_steps": 2}], ids=["lora", "accumulation"])
+def test_two_ranks_train_as_one_process_with(tmp_path, options):
+    first, second = launch(tmp_path / "two", 2, **options)
+    for key, value in first["state"].items():
+        assert torch.equal(value, second["state"][key]), key
+    (one,) = launch(tmp_path / "one", 1, **options)
+    same_run(one, first)
+    assert any(abs(entry.get("gto/loss", 0.0)) > 0 for entry in one["logs"])

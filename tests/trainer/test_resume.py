@@ -79,6 +79,37 @@ def test_a_resumed_run_ends_as_the_uninterrupted_one(run, own):
     assert log[7]["num_tokens"] == 2 * 16 * 24
 
 
+@pytest.mark.parametrize(
+    "kept, killed", [("group_positions", False), ("group_positions", True), ("features_path", False)]
+)
+def test_a_run_that_keeps_answers_on_disk_resumes_bit_for_bit(tmp_path, kept, killed):
+    """After a kill the folder holds what was there at the checkpoint, else rows of later steps as well."""
+    start = tiny_draft(tiny_target())
+    folder, store = tmp_path / "run", tmp_path / "run" / "_reference-trees"
+    options = {"group_positions": "grid"}
+    if kept == "features_path":
+        store = tmp_path / "features"
+        options = {"gto_weight": 0.0, "features_path": str(store)}
+    drafts, logs, checkpoint = [], [], str(folder / "checkpoint-3")
+    for resumed in (False, True):
+        drafts.append(copy.deepcopy(start))
+        trainer = make(drafts[-1], folder, **options)
+        if resumed and killed:
+            for shard in sorted(store.glob("*.safetensors"), key=os.path.getmtime)[1:]:
+                shard.unlink()
+            trainer = make(drafts[-1], folder, **options)
+        trainer.train(resume_from_checkpoint=checkpoint if resumed else None)
+        logs.append(without_time(trainer.state.log_history)[:8])
+        assert len(list(store.glob("*.safetensors"))) > 1
+    for key, value in drafts[0].state_dict().items():
+        assert torch.equal(value, drafts[1].state_dict()[key]), key
+    # A row of M0's trees that is there needs no target forward: that count alone tells the runs apart.
+    saved = [[entry.pop("gto/target_nodes", None) for entry in log] for log in logs]
+    assert logs[0] == logs[1]
+    if kept == "group_positions":
+        assert (saved[0] == saved[1]) == killed
+
+
 def test_a_resumed_adapter_ends_as_the_uninterrupted_one(tmp_path):
     start = tiny_draft(tiny_target())
     start.save_pretrained(tmp_path / "base")

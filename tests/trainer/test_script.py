@@ -159,6 +159,8 @@ def test_explicit_keywords_are_kept_and_may_not_disagree():
     words = '{"dtype": "float16", "device_map": "auto"}'
     args = applied("--target_model_init_kwargs", words, "--dtype", "float16")
     assert args.target_model_init_kwargs == {"dtype": "float16", "device_map": "auto"}
+    packed = applied("--target_model_init_kwargs", words, "--load_in_4bit").target_model_init_kwargs
+    assert packed["dtype"] == packed["quantization_config"]["bnb_4bit_compute_dtype"] == "float16"
     assert applied().target_model_init_kwargs is None and applied().model_init_kwargs is None
     with pytest.raises(ValueError, match="dtype = 'bfloat16'.*target_model_init_kwargs.*'float16'"):
         applied("--target_model_init_kwargs", words, "--dtype", "bfloat16")
