@@ -184,7 +184,7 @@ def test_every_other_command_reads_its_options_from_a_yaml_file_too(folder, tmp_
             "max_new_tokens": 2,
             "greedy": True,
         },
-        "convert": {"dtype": "float32", "norm-output": True},
+        "convert": {"dtype": "float32"},
         "export": {"to": "sglang", "target": str(folder / "target"), "output": f"{tmp_path}/exported"},
         "card": {"output": f"{tmp_path}/card.md", "name": "me/draft"},
     }
@@ -201,6 +201,26 @@ def test_every_other_command_reads_its_options_from_a_yaml_file_too(folder, tmp_
     assert main(argv) == 0
     out = capsys.readouterr().out
     assert "| 0 | b |" in out and "| a |" not in out and "| 1 |" not in out
+
+
+def test_values_of_a_yaml_file_become_words_of_the_command_line(tmp_path):
+    parser = argparse.ArgumentParser()
+    for name, kwargs in (
+        ("--flag", {"action": "store_true"}), ("--other", {"action": "store_true"}), ("--sure", {"action": argparse.BooleanOptionalAction}),
+        ("--many", {"action": "append"}), ("--list", {}), ("--object", {}), ("--choice", {"choices": ["true", "false"]}), ("--config", {}),
+    ):  # fmt: skip
+        parser.add_argument(name, **kwargs)
+    values = {"flag": True, "other": False, "sure": False, "many": ["a", "b"], "list": [1, 2], "object": {"a": True}}
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump(values | {"choice": True}))
+    words = console.with_config(["do", "it", "--config", str(tmp_path / "x.yaml")], {("do", "it"): parser})
+    found = vars(parser.parse_args(words[2:]))
+    assert words[:2] == ["do", "it"] and found.pop("config")
+    assert found == {
+        "flag": True, "other": False, "sure": False, "many": ["a", "b"], "list": "1,2", "object": '{"a": true}', "choice": "true"
+    }  # fmt: skip
+    words = console.with_config(["do", "it", f"--config={tmp_path}/x.yaml", "--many", "c"], {("do", "it"): parser})
+    assert parser.parse_args(words[2:]).many == ["c"]
+    assert console.with_config(["do", "it"], {("do", "it"): parser}) == ["do", "it"]
 
 
 @pytest.mark.parametrize(
