@@ -2,6 +2,7 @@
 """What is kept of the frozen models' answers changes the cost of a run, not its result."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -109,6 +110,19 @@ def test_the_size_is_announced_and_a_full_disk_refused(llama, draft, rows, tmp_p
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 0))
     with pytest.raises(ValueError, match="features_path.*free"):
         make(draft, llama, rows, tmp_path / "b", gto_weight=0.0, features_path=str(tmp_path / "g"))
+
+
+def test_the_announced_size_is_that_of_the_files(llama, draft, rows, tmp_path, caplog):  # noqa: F811
+    """Within 5 %: beside the tensors a file names them."""
+    from transformers.utils import logging
+
+    logging.get_logger("transformers").propagate = True
+    options = {"gto_weight": 0.0, "num_train_epochs": 1, "features_path": str(tmp_path / "f")}
+    trained(draft, llama, rows, tmp_path / "a", **options)
+    tokens, each = re.search(r"([\d,]+) tokens of ([\d,]+) bytes", caplog.text).groups()
+    announced = int(tokens.replace(",", "")) * int(each.replace(",", ""))
+    written = sum(path.stat().st_size for path in (tmp_path / "f").iterdir())
+    assert written == pytest.approx(announced, rel=0.05)
 
 
 def test_features_have_no_use_with_trees(llama, draft, rows, tmp_path):  # noqa: F811
