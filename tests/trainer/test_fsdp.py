@@ -162,7 +162,8 @@ def test_rows_of_a_gradient_that_is_not_finite_are_named(alone, attached, tmp_pa
         compute_loss=compute_loss,
         train_dataset=None,
         state=SimpleNamespace(global_step=1),
-        args=SimpleNamespace(output_dir=str(tmp_path)),
+        args=SimpleNamespace(output_dir=str(tmp_path), world_size=1),
+        _needed_files=list,
         _prepare_inputs=lambda batch: batch,
     )
     ids = torch.tensor([[3, 4, 5], [3, 9, 5]])
