@@ -385,5 +385,5 @@ def test_what_is_missing_from_a_dflash_draft_is_named(models, tmp_path):
 
 def test_plots_without_matplotlib_say_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"gto-hf\[draw\].*--no-plots"):
+    with pytest.raises(ImportError, match=r"\[draw\].*--no-plots"):
         check_matplotlib()

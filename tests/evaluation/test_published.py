@@ -13,7 +13,19 @@ import torch
 
 from gto_hf import TreeConfig
 from gto_hf.decoding import DecodingStatistics
-from gto_hf.evaluation import PLAIN, Counts, Detail, Measured, Question, SystemRun, facts, measure, session, summarize
+from gto_hf.evaluation import (
+    PLAIN,
+    Counts,
+    Detail,
+    Measured,
+    Question,
+    SystemRun,
+    facts,
+    measure,
+    plots,
+    session,
+    summarize,
+)
 from gto_hf.evaluation.bench import System
 from gto_hf.evaluation.plots import write_plots
 from gto_hf.evaluation.report import report_text
@@ -167,6 +179,7 @@ def figures(results, tmp_path_factory):
     kept = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(matplotlib.Figure, "savefig", lambda self, path, **kwargs: kept.update({path.name: self}))
+        patch.setattr(plots, "FEWEST", 1)  # of the few rounds here every depth is drawn
         write_plots(tmp_path_factory.mktemp("plots"), results, OWN)
     return kept
 
