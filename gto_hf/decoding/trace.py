@@ -7,6 +7,7 @@ A context, not an argument: `generate` refuses unknown arguments, and pipelines 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,10 @@ from typing import Any
 import torch
 
 from gto_hf.tree import DraftTree
+
+
+# Threads may share a draft: looking at its methods and replacing them is one act.
+_REPLACING = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -204,20 +209,22 @@ class Stopwatch:
             yield
             return
         replaced = []
-        for part, methods in parts.items():
-            for owner, name in methods:
-                if hasattr(getattr(owner, name), "_timed_by"):
-                    continue  # another call, in another thread, is taking the time of this draft
-                replaced.append((owner, name, owner.__dict__.get(name)))
-                owner.__dict__[name] = self._timed(part, getattr(owner, name))
+        with _REPLACING:
+            for part, methods in parts.items():
+                for owner, name in methods:
+                    if hasattr(getattr(owner, name), "_timed_by"):
+                        continue  # another call, in another thread, is taking the time of this draft
+                    replaced.append((owner, name, owner.__dict__.get(name)))
+                    owner.__dict__[name] = self._timed(part, getattr(owner, name))
         try:
             yield
         finally:
-            for owner, name, before in replaced:
-                if before is None:
-                    del owner.__dict__[name]
-                else:
-                    owner.__dict__[name] = before
+            with _REPLACING:
+                for owner, name, before in replaced:
+                    if before is None:
+                        del owner.__dict__[name]
+                    else:
+                        owner.__dict__[name] = before
 
     def _timed(self, part: str, method: Any) -> Any:
         def timed(*args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training drafts that predict features: what is learnt, what is refused, what the options reach."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from datasets import Dataset
@@ -116,6 +118,7 @@ def test_stored_features_train_the_same(llama, rows, tmp_path):
 @pytest.mark.parametrize("kind", ["eagle3", "eagle", "griffin"])
 def test_the_command_makes_a_fresh_draft_of_the_type_that_is_asked_for(llama, kind):
     texts = Dataset.from_list(written_rows(llama, 4, 12))
-    draft = _fresh_draft(llama, tiny_tokenizer(), texts, DraftArguments(draft_type=kind), "text")
+    args = SimpleNamespace(chat_template_path=None, dataset_text_field="text")
+    draft = _fresh_draft(llama, tiny_tokenizer(), texts, DraftArguments(draft_type=kind), args)
     assert type(draft) is DRAFTS[kind] and draft.config.draft_vocab_size == 64
     draft.head(torch.zeros(1, 32 * (2 if kind == "griffin" else 1)))
