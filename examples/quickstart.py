@@ -70,7 +70,7 @@ def say(text: str) -> None:
 def demonstrate() -> None:
     """The shipped draft against plain generation, then one answer through `generate`."""
     say("SmolLM2-135M-Instruct with and without the draft that ships (in a fresh process)")
-    shipped = ["--draft", f"shipped draft={shipped_draft()}", "--questions", "9", "--max-new-tokens", "64"]
+    shipped = ["--draft", f"shipped draft={shipped_draft()}", "--questions", "6", "--max-new-tokens", "48"]
     evaluate(["--target", target_source(), *shipped])
     say("The same through generate:")
     target, tokenizer = load_target()
