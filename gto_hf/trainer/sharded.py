@@ -51,7 +51,7 @@ def prepare_fsdp(trainer: Any) -> None:
         ),
         "fsdp_activation_checkpointing: true": (
             plugin.activation_checkpointing,
-            "it would rename the draft's layers. Set it to false, and `gradient_checkpointing` to true",
+            "it would rename the draft's layers. Set it to false, and the trainer's `activation_checkpointing` to true",
         ),
         f"fsdp_ignored_modules: {plugin.ignored_modules}": (
             plugin.ignored_modules is not None,

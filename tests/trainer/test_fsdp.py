@@ -180,7 +180,7 @@ def test_rows_of_a_gradient_that_is_not_finite_are_named(alone, attached, tmp_pa
         ({"state_dict_type": "SHARDED_STATE_DICT"}, "SHARDED_STATE_DICT.*from_pretrained.*FULL_STATE_DICT"),
         ({"cpu_ram_efficient_loading": True}, "fsdp_cpu_ram_efficient_loading.*target's weights.*false"),
         ({"cpu_offload": True}, "fsdp_offload_params.*on the device.*false"),
-        ({"activation_checkpointing": True}, "fsdp_activation_checkpointing.*gradient_checkpointing"),
+        ({"activation_checkpointing": True}, "fsdp_activation_checkpointing.*trainer's `activation_checkpointing`"),
         ({"ignored_modules": "midlayer"}, "fsdp_ignored_modules: midlayer.*requires_grad"),
     ],
 )
