@@ -93,6 +93,7 @@ def main() -> None:
     parser.add_argument("--questions", nargs="+", default=["chat", "code", "math"], help="sets or JSON Lines files")
     parser.add_argument("--output", type=Path, help="default: runs/comparison, with --smoke runs/comparison-smoke")
     parser.add_argument("--start", type=Path, help="a trained draft that Phase I continues (default: a fresh one)")
+    parser.add_argument("--phase1-steps", type=int, help="steps of Phase I (default: 1.5 epochs, 400 with `--start`)")
     parser.add_argument("--variants", nargs="+", default=list(MAIN), choices=list(VARIANTS))
     parser.add_argument("--seeds", type=int, default=len(SEEDS), help="how many of the seeds")
     parser.add_argument("--steps", type=int, default=STEPS, help="steps of every variant")
@@ -174,6 +175,8 @@ class Comparison:
         """The draft that everything starts from; later epochs read the target's features from disk."""
         folder = self.output / "phase1"
         start, options = (self.fresh(), PHASE1) if self.args.start is None else (self.args.start, CONTINUE)
+        if self.args.phase1_steps is not None:
+            options = {**options, "max_steps": self.args.phase1_steps}
         # Another order than a fresh draft's: what it saw last comes at other times.
         self.train(start, folder, seed=0 if self.args.start is None else 100, **options, **self.cached)
         return folder
