@@ -17,7 +17,7 @@ from gto_hf.checkpoints.files import lasting_name
 from gto_hf.cli import main
 from tests.checkpoints.test_safeailab import tensors, write
 from tests.tiny import tiny_draft, tiny_target, tiny_tokenizer, written_rows
-from tests.trainer.test_gto_trainer import make
+from tests.trainer.helpers import make
 
 
 HASH = "0123456789abcdef0123456789abcdef01234567"

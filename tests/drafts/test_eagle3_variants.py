@@ -18,7 +18,7 @@ from tests.gto.test_step import test_the_training_tree_is_the_decoding_tree as s
 from tests.reference.naive_eagle3 import NaiveEagle3, PathModel
 from tests.reference.naive_tree import naive_tree
 from tests.tiny import TREE, memorised_rows, tiny_draft, tiny_target, train_tiny, written_rows
-from tests.trainer.test_gto_trainer import make
+from tests.trainer.helpers import make
 
 
 PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}}

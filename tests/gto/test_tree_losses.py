@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from gto_hf.gto import SequencePrefix, plan_trees, read_target, tree_loss, tree_losses
-from tests.gto.test_step import EOS_IDS, TREE, batch_of, perturbed, rows  # noqa: F401 - a fixture
+from tests.gto.plans import EOS_IDS, TREE, batch_of, perturbed
 from tests.reference.naive_eagle3 import NaiveEagle3
 from tests.reference.naive_gto import node_probs, target_log_probs
 from tests.tiny import tiny_draft

@@ -22,7 +22,7 @@ from gto_hf.cli import main
 from gto_hf.hub import clean_folder, draft_card, publishable, read_results
 from gto_hf.hub.results import PLAIN
 from tests.tiny import tiny_draft, tiny_tokenizer, written_rows
-from tests.trainer.test_gto_trainer import make
+from tests.trainer.helpers import make
 
 
 TREE, CHAIN = {"depth": 4, "top_k": 5, "total_tokens": 20}, {"depth": 4, "top_k": 1, "total_tokens": 4}

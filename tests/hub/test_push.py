@@ -21,7 +21,7 @@ from peft import LoraConfig
 from gto_hf import AutoDraft, CausalLMDraft, DraftCheckpointError
 from gto_hf.cli import main
 from tests.tiny import tiny_draft, tiny_target, tiny_tokenizer, written_rows
-from tests.trainer.test_gto_trainer import make
+from tests.trainer.helpers import make
 
 from .online import TOKEN, hub, online
 

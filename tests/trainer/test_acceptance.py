@@ -21,7 +21,7 @@ from gto_hf.trainer.acceptance import Acceptance, held_out_prompts
 from gto_hf.trainer.forward import without_repeats
 from tests.families import FAMILIES
 from tests.tiny import memorised_rows, tiny_draft, tiny_target, train_tiny, written_rows
-from tests.trainer.test_gto_trainer import logs_with, make, state
+from tests.trainer.helpers import logs_with, make, state
 
 
 DECODE = {"eval_prompts": 3, "eval_max_new_tokens": 10}

@@ -14,8 +14,7 @@ from gto_hf.gto import FEATURE_OBJECTIVES
 from gto_hf.trainer.script import DraftArguments, _fresh_draft
 from gto_hf.trainer.tokens import TokenTerm
 from tests.tiny import TREE, memorised_rows, tiny_draft, tiny_target, tiny_tokenizer, train_tiny, written_rows
-from tests.trainer.test_gto_trainer import logs_with, make, state
-from tests.trainer.test_gto_trainer import rows as rows  # the fixture
+from tests.trainer.helpers import logs_with, make, state
 
 
 def fresh(kind, target, **kwargs):

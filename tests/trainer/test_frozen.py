@@ -13,7 +13,7 @@ from safetensors import safe_open
 from gto_hf.gto import FeatureStore, RowStore
 from tests.families import FAMILIES
 from tests.tiny import tiny_draft
-from tests.trainer.test_gto_trainer import logs_with, make, rows, state  # noqa: F401 - a fixture
+from tests.trainer.helpers import logs_with, make, state  # noqa: F401 - a fixture
 
 
 class _Calls:

@@ -5,7 +5,7 @@ import pytest
 from datasets import Dataset
 
 from tests.tiny import written_rows
-from tests.trainer.test_gto_trainer import make
+from tests.trainer.helpers import make
 
 
 def written(folder):

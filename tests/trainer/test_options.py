@@ -9,7 +9,7 @@ import torch
 from gto_hf import GTOConfig, GTOTrainer
 from gto_hf.trainer.sums import Sums
 from tests.tiny import written_rows
-from tests.trainer.test_gto_trainer import OFF, make
+from tests.trainer.helpers import OFF, make
 
 
 FLOATS = [

@@ -12,7 +12,7 @@ from gto_hf.trainer.reference import reference_fingerprint
 from gto_hf.trainer.resume import check_reference
 from tests.drafts.test_contract import MAKE
 from tests.tiny import written_rows
-from tests.trainer.test_gto_trainer import make
+from tests.trainer.helpers import make
 
 
 @pytest.mark.parametrize("kind", MAKE)

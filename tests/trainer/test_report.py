@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 import gto_hf.trainer.report as module
 from gto_hf.trainer.report import best_row, draw_training, merged_rows, report_table
 from tests.tiny import written_rows
-from tests.trainer.test_gto_trainer import make
+from tests.trainer.helpers import make
 
 
 RUN = {
