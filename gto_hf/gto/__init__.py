@@ -3,7 +3,15 @@
 
 from .feature_losses import FEATURE_OBJECTIVES, FeatureLoss, aligned_steps, feature_token_loss, noisy
 from .features import FeatureStore, row_spans
-from .groups import count_groups, padded_positions, roots_of, row_generators, sample_groups, supervised_targets
+from .groups import (
+    count_groups,
+    padded_positions,
+    roots_of,
+    row_generators,
+    row_seeds,
+    sample_groups,
+    supervised_targets,
+)
 from .memory import ReferenceMemory
 from .objective import GroupLoss, group_advantages, gto_loss
 from .objectives import TOKEN_OBJECTIVES
@@ -54,6 +62,7 @@ __all__ = [
     "row_key",
     "row_spans",
     "row_generators",
+    "row_seeds",
     "sample_groups",
     "score_trees",
     "supervised_steps",

@@ -81,9 +81,9 @@ def count_groups(roots: torch.Tensor, num_groups: int, group_size: int) -> int:
     return sum(min(num_groups, len(_slots(row, group_size, None))) for row in roots.cpu())
 
 
-def row_generators(seed: int, step: int, input_ids: torch.Tensor, valid: torch.Tensor) -> list[torch.Generator]:
+def row_seeds(seed: int, step: int, input_ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
     """
-    One CPU generator per row, seeded from the step and the row's own tokens.
+    `(B,)` int64 on the CPU: one seed per row, from the step and the row's own tokens.
 
     Where a row stands (in which batch, micro-batch or rank, behind how much padding) does not matter.
 
@@ -92,11 +92,16 @@ def row_generators(seed: int, step: int, input_ids: torch.Tensor, valid: torch.T
         input_ids (`torch.LongTensor` of shape `(B, T)`): Tokens.
         valid (`torch.BoolTensor` of shape `(B, T)`): False for padding.
     """
-    generators = []
+    seeds = []
     for ids, real in zip(input_ids.cpu(), valid.cpu(), strict=True):
         digest = hashlib.sha256(f"{seed} {step} ".encode() + ids[real].numpy().tobytes()).digest()
-        generators.append(torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1))
-    return generators
+        seeds.append(int.from_bytes(digest[:8], "little") >> 1)
+    return torch.tensor(seeds, dtype=torch.long)
+
+
+def row_generators(seeds: torch.Tensor) -> list[torch.Generator]:
+    """One CPU generator for each of `seeds` `(B,)`; see [`row_seeds`]."""
+    return [torch.Generator().manual_seed(seed) for seed in seeds.tolist()]
 
 
 def sample_groups(

@@ -17,6 +17,7 @@ import torch
 from gto_hf.target import LogitHead, backend_mask, boundary_features, text_config
 from gto_hf.tree import DraftTree
 
+from .draws import drawn_tokens, node_draws
 from .reading import Readout
 from .sequences import Sequences
 from .trie import Trie, build_trie, chunks
@@ -67,7 +68,7 @@ def score_trees(
     keep: torch.Tensor | None = None,
     known: list[TreeScores | None] | None = None,
     temperature: float = 1.0,
-    sample: torch.Generator | None = None,
+    sample: torch.Tensor | None = None,
     max_nodes: int = 1024,
     largest: Callable[[int], int] = int,
     teach: torch.Tensor | None = None,
@@ -90,7 +91,8 @@ def score_trees(
         known (`list[TreeScores | None]`, *optional*): For each batch of trees, scores that are known; they are returned
             as they are, and used for equal nodes of other trees.
         temperature (`float`, *optional*, defaults to `1.0`): Of the target's distribution.
-        sample (`torch.Generator`, *optional*): Draw `choices` instead of taking the most likely token; once per node.
+        sample (`torch.LongTensor` of shape `(B,)`, *optional*): Draw `choices` with these seeds instead of taking the most
+            likely token; once per node. See [`node_draws`].
         max_nodes (`int`, *optional*, defaults to `1024`): Nodes per sequence and forward (at least one whole branch).
         largest (`Callable`, *optional*): The largest of a number over all ranks that must forward the target equally often,
             because it is split over them. By default every rank stands alone.
@@ -109,14 +111,15 @@ def score_trees(
     on_text = sequences.valid & (slot >= readout.first) & (slot < readout.last)
     trie = build_trie(trees, roots, keep, ids, on_text, readout.vocab_size)
     values = _Values(trie, device, teach)
+    draws = None if sample is None else node_draws(trie, sample, sequences)
     for tree, own, some in zip(trees, trie.ids, known, strict=True):
         if some is not None:
             values.learn(tree, own, some, keep)
     needed = _needed(trie, trees, known, values)
-    _read_text(trie, ids, readout, values, temperature, sample)
+    _read_text(trie, ids, readout, values, temperature, draws)
     groups = chunks(trie, batch, max_nodes, needed)
     for group in groups:
-        _forward(target, readout.head, cache, trie, sequences, group, values, temperature, sample)
+        _forward(target, readout.head, cache, trie, sequences, group, values, temperature, draws)
     for _ in range(largest(len(groups)) - len(groups)):
         target(input_ids=ids[:, :1], use_cache=False)
     scores = [
@@ -209,7 +212,7 @@ def _read_text(
     readout: Readout,
     values: _Values,
     temperature: float,
-    sample: torch.Generator | None,
+    draws: torch.Tensor | None,
 ) -> None:
     """Choices at the slots that roots and nodes stand on, and log-probabilities of what hangs below them."""
     batch, length = input_ids.shape
@@ -230,7 +233,7 @@ def _read_text(
     def logits(some: slice) -> torch.Tensor:
         return readout.logits(row[some], column[some])
 
-    _read(logits, slots, below, numbers[parent], tokens, values, temperature, sample)
+    _read(logits, slots, below, numbers[parent], tokens, values, temperature, draws)
 
 
 # Rows of logits turned to float32 at a time: bounds the copy.
@@ -245,7 +248,7 @@ def _read(
     tokens: torch.Tensor,
     values: _Values,
     temperature: float,
-    sample: torch.Generator | None,
+    draws: torch.Tensor | None,
 ) -> None:
     """
     Write the choice after nodes `ids` `(n,)`, and the log-probabilities of `tokens` `(C,)`, which are the nodes `below`.
@@ -253,6 +256,7 @@ def _read(
     Args:
         logits (`Callable`): Logits `(k, V)` of a slice of the nodes.
         parent (`torch.LongTensor` of shape `(C,)`): Which of the `n` nodes each token follows.
+        draws (`torch.DoubleTensor`, *optional*): Of all nodes, to draw the choice by.
     """
     for start in range(0, len(ids), _ROWS):
         some = slice(start, min(start + _ROWS, len(ids)))
@@ -263,10 +267,10 @@ def _read(
         here = ((parent >= start) & (parent < start + len(scores))).nonzero()[:, 0]
         at = parent[here] - start
         values.write_log_probs(below[here], scores[at, tokens[here]] - normaliser[at])
-        if sample is None:
+        if draws is None:
             chosen = scores.argmax(-1)
         else:
-            chosen = torch.multinomial(scores.softmax(-1).cpu(), 1, generator=sample)[:, 0].to(tokens.device)
+            chosen = drawn_tokens(scores, draws[ids[some].cpu()]).to(tokens.device)
         values.write_choices(ids[some], chosen)
 
 
@@ -279,7 +283,7 @@ def _forward(
     group: torch.Tensor,
     values: _Values,
     temperature: float,
-    sample: torch.Generator | None,
+    draws: torch.Tensor | None,
 ) -> None:
     """One target forward over a group of nodes `(B, S)`, -1 for padding; writes what they say."""
     batch, length = sequences.input_ids.shape
@@ -332,4 +336,4 @@ def _forward(
             return found if head is None else head(found)
 
     nodes = trie.slots + group[real]
-    _read(logits, nodes, trie.slots + below, above[below], trie.tokens[below], values, temperature, sample)
+    _read(logits, nodes, trie.slots + below, above[below], trie.tokens[below], values, temperature, draws)

@@ -89,7 +89,7 @@ def plan_groups(
     delta: float = 1e-4,
     debias: bool = True,
     temperature: float = 1.0,
-    sample: torch.Generator | None = None,
+    sample: torch.Tensor | None = None,
     max_nodes: int = 1024,
     phase: Callable[[str], AbstractContextManager] = lambda name: nullcontext(),
     largest: Callable[[int], int] = int,

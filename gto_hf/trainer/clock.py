@@ -108,9 +108,9 @@ class Stepper:
 
     def _kept(self, plan: Callable) -> Callable:
         @wraps(plan)
-        def inner(unwrapped: Any, draft: Any, reading: Any, groups: Any, valid: Any, generator: Any) -> Any:
+        def inner(unwrapped: Any, draft: Any, reading: Any, groups: Any, valid: Any, seeds: Any) -> Any:
             self.planned = {"unwrapped": unwrapped, "draft": draft, "groups": groups, "valid": valid}
-            self.plan = plan(unwrapped, draft, reading, groups, valid, generator)
+            self.plan = plan(unwrapped, draft, reading, groups, valid, seeds)
             return self.plan
 
         return inner

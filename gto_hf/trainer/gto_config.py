@@ -108,8 +108,8 @@ class GTOConfig(SFTConfig):
         gto_delta (`float`, *optional*, defaults to `1e-4`): Added to the group's standard deviation. The paper gives none.
         gto_debias (`bool`, *optional*, defaults to `True`): Subtract the reference draft's rewards.
         gto_path (`str`, *optional*, defaults to `"greedy"`):
-            How the target accepts a path: its most likely token at every node, or a `"sample"` (then another layout of the
-            batch, or other ranks, draw other paths).
+            How the target accepts a path: its most likely token at every node, or a `"sample"`. A sample follows from the seed,
+            the step and the row: another layout of the batch, or other ranks, draw the same.
         target_temperature (`float`, *optional*, defaults to `1.0`): Of the target in rewards and sampled paths.
         group_positions (`str`, *optional*, defaults to `"random"`):
             `"random"` draws other groups every epoch; `"grid"` takes the same ones, so that the reference's trees and

@@ -27,6 +27,7 @@ from gto_hf.gto import (
     padded_positions,
     roots_of,
     row_generators,
+    row_seeds,
     sample_groups,
     supervised_steps,
     supervised_targets,
@@ -229,7 +230,6 @@ class GTOTrainer(PushingTrainer):
         means, totals = logged_names(self.ttt_steps, None if self.term is None else args.gto_objective)
         self._sums = {mode: Sums(means, totals) for mode in ("train", "eval")}
         self._batch_counts: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._micro_step = 0
         self.eval_groups_step = 0  # evaluation draws the groups of this step, the same every time
         self._eval_prefix = "eval"
         self.add_callback(AdapterPushCallback())
@@ -284,7 +284,6 @@ class GTOTrainer(PushingTrainer):
         counts = torch.tensor([self._counts(s) for s in samples] or [[0, 0]], device=device).sum(0)
         counts = self.accelerator.reduce(counts, reduction="sum")
         self._batch_counts = (counts[0].clamp(min=1), counts[1].clamp(min=1))
-        self._micro_step = 0
         self._samples = samples
         return samples, counts[0]
 
@@ -352,7 +351,6 @@ class GTOTrainer(PushingTrainer):
             raise nonfinite_loss(self, reading, ~tokens.rows.isfinite(), finite)
         # Gradients are averaged over ranks, the counts are sums over ranks.
         loss = loss * self.accelerator.num_processes if mode == "train" else loss
-        self._micro_step += 1
         return (loss, {"loss": loss.detach()}) if return_outputs else loss
 
     def _normalisers(self, mode: str, inputs: dict[str, torch.Tensor]) -> tuple[Any, Any]:
@@ -363,18 +361,12 @@ class GTOTrainer(PushingTrainer):
         return max(tokens, 1), max(groups, 1)
 
     def _sample_groups(self, roots: torch.Tensor, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """
-        Groups of this micro-batch; they follow from seed, step and row, so ranks, layout and resuming change nothing.
-
-        Paths of `gto_path="sample"` are drawn for a micro-batch as a whole: resuming changes nothing, but other ranks or
-        another layout draw other paths.
-        """
+        """Groups of this micro-batch; they follow from seed, step and row, so ranks, layout and resuming change nothing."""
         args, step = self.args, self.state.global_step if self.model.training else self.eval_groups_step
-        seed = hash((args.seed, step, self._micro_step, self.accelerator.process_index))
-        self._generator = torch.Generator().manual_seed(seed % 2**63)  # of sampled paths
-        rows = None
-        if args.group_positions == "random":
-            rows = row_generators(args.seed, step, inputs["input_ids"], inputs["attention_mask"].bool())
+        self._seeds = row_seeds(
+            args.seed, step, inputs["input_ids"], inputs["attention_mask"].bool()
+        )  # of sampled paths too
+        rows = row_generators(self._seeds) if args.group_positions == "random" else None
         return sample_groups(roots, args.num_groups, args.group_size, rows)
 
     def _plan(
@@ -390,7 +382,7 @@ class GTOTrainer(PushingTrainer):
             without_checkpointing(self.model, self.args.activation_checkpointing_kwargs),
             explain_nonfinite_trees(self, draft, reading),
         ):
-            return self.term.plan(unwrapped, draft, reading, groups, valid, self._generator)
+            return self.term.plan(unwrapped, draft, reading, groups, valid, self._seeds)
 
     # ------------------------------------------------------------------ logging
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -416,7 +408,6 @@ class GTOTrainer(PushingTrainer):
         """As in [`~trl.SFTTrainer`]; with a dictionary of datasets every one logs under its own name."""
         self._eval_prefix = metric_key_prefix
         self._sums["eval"].clear()
-        self._micro_step = 0  # the same groups every time
         with kept_rng():
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 

@@ -53,9 +53,9 @@ class TreeTerm(Protocol):
         reading: TargetReading,
         groups: torch.Tensor,
         valid: torch.Tensor,
-        generator: torch.Generator | None,
+        seeds: torch.Tensor,
     ) -> Plan:
-        """Trees at the groups' positions and what the target says about them; no gradient."""
+        """Trees at the groups' positions and what the target says about them; no gradient. `seeds` `(B,)` are the rows'."""
 
     def forward(self, prefix: SequencePrefix, plan: Any) -> torch.Tensor:
         """One number per position, `(groups, m)`, with gradient."""
@@ -91,7 +91,7 @@ class GroupTerm:
         reading: TargetReading,
         groups: torch.Tensor,
         valid: torch.Tensor,
-        generator: torch.Generator | None,
+        seeds: torch.Tensor,
     ) -> GroupPlan:
         """See [`TreeTerm.plan`]."""
         args = self.args
@@ -113,7 +113,7 @@ class GroupTerm:
             delta=args.gto_delta,
             debias=args.gto_debias,
             temperature=args.target_temperature,
-            sample=generator if args.gto_path == "sample" else None,
+            sample=seeds if args.gto_path == "sample" else None,
             max_nodes=args.score_nodes,
             largest=self.largest,
             phase=self.phase,
@@ -150,7 +150,7 @@ class WholeTreeTerm:
         reading: TargetReading,
         groups: torch.Tensor,
         valid: torch.Tensor,
-        generator: torch.Generator | None,
+        seeds: torch.Tensor,
     ) -> TreePlan:
         """See [`TreeTerm.plan`]."""
         return plan_trees(

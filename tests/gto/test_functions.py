@@ -16,6 +16,7 @@ from gto_hf.gto import (
     prefix_probs,
     roots_of,
     row_generators,
+    row_seeds,
     sample_groups,
     supervised_steps,
     supervised_targets,
@@ -152,7 +153,7 @@ def test_a_rows_groups_depend_on_the_row_and_the_step_and_on_nothing_around_it()
     valid[1, 31:] = False
 
     def groups_of(order, step=0, seed=0, width=40):
-        own = row_generators(seed, step, ids[order][:, :width], valid[order][:, :width])
+        own = row_generators(row_seeds(seed, step, ids[order][:, :width], valid[order][:, :width]))
         groups, real = sample_groups(roots[order][:, :width], 2, 3, own)
         return [g[r].tolist() for g, r in zip(groups, real, strict=True)]
 

@@ -238,17 +238,6 @@ def test_nothing_below_end_of_sequence_is_accepted(llama, rows):
     assert (scores.node_log_probs[below] == -torch.inf).all() and (scores.choices[ended] == -1).all()
 
 
-def test_sampled_paths_follow_the_generator(llama, rows):
-    reference = tiny_draft(llama)
-    draft, batch = perturbed(reference), batch_of(llama, rows)
-    a, b, c = (
-        plan_for(llama, draft, reference, batch, sample=torch.Generator().manual_seed(seed), temperature=5.0)[0]
-        for seed in (1, 1, 2)
-    )
-    assert torch.equal(a.lengths, b.lengths) and torch.equal(a.paths, b.paths)
-    assert not torch.equal(a.paths, c.paths) or not torch.equal(a.lengths, c.lengths)
-
-
 def test_only_distinct_inner_nodes_off_the_text_are_forwarded(llama, rows):
     """Counted by hand: leaves, nodes of equal path, and nodes that are the text itself cost nothing."""
     reference = tiny_draft(llama)

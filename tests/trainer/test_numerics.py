@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 
 from gto_hf import GTOConfig, GTOTrainer
-from gto_hf.gto import row_generators, sample_groups
+from gto_hf.gto import row_generators, row_seeds, sample_groups
 from gto_hf.trainer.nonfinite import _last_checkpoint as last_checkpoint
 from tests.tiny import tiny_tokenizer, written_rows
 
@@ -181,7 +181,10 @@ def test_a_row_that_breaks_in_its_trees_alone_is_named(llama, draft, rows, tmp_p
     ids = torch.tensor([rows[5]["input_ids"]])
     roots = torch.tensor([[label != -100 for label in rows[5]["labels"]][1:] + [False]])
     # The roots of its group at the step that trains it, which evaluation's group, that of step 0, does not have.
-    at = [sample_groups(roots, 1, 3, row_generators(trainer.args.seed, n, ids, ids > 0))[0].flatten() for n in (0, 1)]
+    at = [
+        sample_groups(roots, 1, 3, row_generators(row_seeds(trainer.args.seed, n, ids, ids > 0)))[0].flatten()
+        for n in (0, 1)
+    ]
     only_there = set(at[1].tolist()) - set(at[0].tolist())
     assert only_there
     forward = trainer.term.forward
