@@ -10,7 +10,7 @@ from os.path import commonprefix
 from typing import Any
 
 from .conversations import read_messages, without_leading_answers
-from .masks import assistant_tokens, render_ids, spelled_for_template
+from .masks import assistant_tokens, render_ids, spelled_for_template, unfinished_length
 from .reasons import Note, RowError, Skip
 
 
@@ -28,7 +28,8 @@ class RowEncoder:
 
     The first format that a row has (not None) is read: `input_ids` with `labels`, or with `assistant_masks`,
     `completion_mask` or `loss_mask`; `prompt` and `completion`, both text or both messages; `messages`; `conversations`
-    (ShareGPT, or `role` / `content`); text. `tools` and `chat_template_kwargs` go to the chat template.
+    (ShareGPT, or `role` / `content`); text. `tools` and `chat_template_kwargs` go to the chat template. A row with
+    `finished` false ends with the text of its last answer, without an end of turn that the target did not write.
 
     Args:
         tokenizer (`PreTrainedTokenizerBase`): The target's.
@@ -145,13 +146,13 @@ class RowEncoder:
         ids = self.tokenizer(self._ended(text))["input_ids"]
         return ids, list(ids), []
 
-    def _ended(self, text: Any) -> str:
+    def _ended(self, text: Any, finished: bool = True) -> str:
         if not isinstance(text, str):
             raise RowError(Skip.NOT_TEXT, f"expected text, found {type(text).__name__}")
         if not text.strip():
             raise RowError(Skip.NO_CONTENT, "the text is empty")
         end = self.tokenizer.eos_token or ""
-        return text if text.endswith(end) else text + end
+        return text + end if finished and not text.endswith(end) else text
 
     def _refuse_text(self) -> None:
         if self.assistant_only:
@@ -162,7 +163,8 @@ class RowEncoder:
         if isinstance(prompt, str) and isinstance(completion, str):
             self._refuse_text()
             before = self.tokenizer(prompt)["input_ids"]
-            ids = self.tokenizer(prompt + self._ended(completion))["input_ids"]
+            answer = self._ended(completion, row.get("finished") is not False)
+            ids = self.tokenizer(prompt + answer)["input_ids"]
             # Tokens may merge across the boundary, so the completion starts where the two part.
             start = 0 if self.completion_only is False else len(commonprefix([before, ids]))
             return ids, _labels(ids, [0] * start + [1] * (len(ids) - start)), []
@@ -171,6 +173,16 @@ class RowEncoder:
 
     def _conversation(self, row: Mapping[str, Any], messages: list[dict[str, Any]], prompt: int = 0) -> Encoded:
         """Messages, of which the first `prompt` are a prompt (0: a whole conversation)."""
+        kwargs = {"tools": _tools(row.get("tools")), **_present(row.get("chat_template_kwargs"))}
+        ids, labels, notes = self._whole_conversation(messages, prompt, kwargs)
+        if row.get("finished") is False and messages[-1]["role"] == "assistant":
+            # A length limit cut the answer: the target did not write the end of turn that the template adds.
+            end = unfinished_length(self.tokenizer, messages, ids, **kwargs)
+            ids, labels = ids[:end], labels[:end]
+        return ids, labels, notes
+
+    def _whole_conversation(self, messages: list[dict[str, Any]], prompt: int, kwargs: dict[str, Any]) -> Encoded:
+        """A conversation with all that the template writes; arguments as of [`_conversation`]."""
         notes = []
         if not prompt and self.assistant_only is not False:
             given, messages = len(messages), without_leading_answers(messages)
@@ -178,7 +190,6 @@ class RowEncoder:
             if not messages:
                 raise RowError(Skip.NO_ANSWER, "no assistant turn follows a user turn")
         first = 0 if self.completion_only is False else prompt
-        kwargs = {"tools": _tools(row.get("tools")), **_present(row.get("chat_template_kwargs"))}
         if self.assistant_only is not False:
             ids, mask, found = assistant_tokens(
                 self.tokenizer, messages, first=first, train_on=self.train_on, **kwargs

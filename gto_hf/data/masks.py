@@ -119,6 +119,23 @@ def assistant_tokens(
     return ids, mask, notes
 
 
+def unfinished_length(tokenizer: Any, messages: Messages, ids: list[int], **kwargs: Any) -> int:
+    """
+    How many of a conversation's `ids` end with the text of its last message: what the template writes after it is not counted.
+
+    Raises:
+        RowError: If that message has no text, or the template cannot leave its end open.
+    """
+    spelled, _ = spelled_for_template(tokenizer, messages, **kwargs)
+    if not answer_of(messages[-1]).strip():
+        raise RowError(Skip.UNFINISHED, "its last answer was cut before any text")
+    try:
+        open_end = render_ids(tokenizer, spelled, continue_final_message=True, **kwargs)
+    except ValueError as error:  # transformers does not find the text in what the template made of it
+        raise RowError(Skip.UNFINISHED, str(error)[:200]) from error
+    return len(commonprefix([open_end, ids]))
+
+
 def has_generation_markers(tokenizer: Any, tools: Any = None) -> bool:
     """Whether the template that would be used marks assistant text with `{% generation %}`, and it can be located."""
     template = tokenizer.get_chat_template(tools=tools) if tokenizer.chat_template is not None else ""

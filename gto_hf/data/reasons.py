@@ -16,6 +16,7 @@ class Skip(StrEnum):
     NOT_TEXT = "content is not text"
     TEMPLATE = "refused by the chat template"
     REWRITTEN = "answers rewritten by the chat template"
+    UNFINISHED = "a cut answer whose end the chat template cannot leave open"
     VOCABULARY = "token id outside the vocabulary"
     UNEQUAL = "labels of another length"
     MASKED = "nothing marked for training"
@@ -39,6 +40,7 @@ ADVICE = {
     Skip.NO_CONTENT: "A row needs `messages`, `conversations`, `prompt` and `completion`, `text`, or `input_ids`.",
     Skip.REWRITTEN: "Give the ids that the target generated (`input_ids` and `labels`), or set `enable_thinking` in a "
     "`chat_template_kwargs` column; `assistant_only_loss=False` trains the text as the template writes it.",
+    Skip.UNFINISHED: "Raise `max_new_tokens` where the answers are written, or use a server that gives token ids.",
     Skip.VOCABULARY: "Tokenise with the target's tokenizer.",
     Skip.UNEQUAL: "Give one label (or mask value) per token.",
     Skip.MASKED: "Check that the labels, the mask, or the chat template's generation markers mark the answers.",

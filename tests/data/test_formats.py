@@ -67,6 +67,34 @@ def test_text_and_prompts_with_completions_end_with_eos():
     assert trained({"title": "Hello"}, formatting_func=lambda row: row["title"] + " you") == "Hello you</s>"
 
 
+@pytest.mark.parametrize("name", [CHATML, MARKED, "qwen3", "qwen2_5", "llama3", "gemma", "phi3", "lfm2"])
+@pytest.mark.parametrize("kwargs", [{}, {"train_on": "last"}, {"assistant_only": False}])
+def test_an_answer_that_was_cut_is_trained_without_an_end_that_nobody_wrote(name, kwargs):
+    template = name if name in (CHATML, MARKED) else real_template(name)
+    made = encoder(template, **kwargs)
+    whole, cut = ({"messages": TWO_TURNS, "finished": finished} for finished in (True, False))
+    (ids, labels, _), (cut_ids, cut_labels, _) = made.encode(whole), made.encode(cut)
+    assert ids[: len(cut_ids)] == cut_ids and labels[: len(cut_ids)] == cut_labels
+    assert made.tokenizer.decode(cut_ids).endswith("A bot.") and len(cut_ids) < len(ids)
+    assert cut_labels[-1] == cut_ids[-1]
+    assert (
+        made.encode({"messages": TWO_TURNS})
+        == made.encode({"messages": TWO_TURNS, "finished": None})
+        == made.encode(whole)
+    )
+
+
+def test_cut_answers_of_other_formats():
+    assert trained({"prompt": "Hello ", "completion": "you", "finished": False}) == "·you"
+    split = {"prompt": TWO_TURNS[:3], "completion": TWO_TURNS[3:], "finished": False}
+    assert trained(split) == "·A bot."
+    thought = {
+        "messages": [*chat("Hi"), {"role": "assistant", "content": "", "reasoning_content": "Hm"}],
+        "finished": False,
+    }
+    assert notes(thought, real_template("qwen3")) == ["a cut answer whose end the chat template cannot leave open"]
+
+
 def test_ids_are_taken_as_they_are():
     ids = list(range(20, 26))
     labels = [-100, -100, -100, 23, -100, 25]
