@@ -65,6 +65,7 @@ VARIANTS = {
     "tree_kl": {**FEWER, "gto_weight": 1.0, "gto_objective": "tree_kl"},
     "membership": {**FEWER, "gto_weight": 1.0, "gto_objective": "membership"},
     "lk_hybrid": {"gto_weight": 0.0, "token_objective": "lk_hybrid"},
+    "dpace": {"gto_weight": 0.0, "ttt_weights": "dpace"},
     # ablations, one option away from the first
     "gto-K2": {**FEWER, "gto_weight": 0.5},
     "gto-max": {**FEWER, "gto_aggregation": "max"},

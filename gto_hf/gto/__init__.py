@@ -21,12 +21,16 @@ from .rewards import AGGREGATIONS, expected_acceptance, prefix_probs, tree_rewar
 from .scoring import TreeScores, score_trees
 from .sequences import SequencePrefix, Sequences
 from .step import GroupPlan, draft_forward, plan_groups
+from .step_weights import STEP_WEIGHTS, decay_weights, dpace_weights
 from .store import RowStore, row_key
 from .token_loss import TokenLoss, supervised_steps, token_loss
 from .tree_losses import TreePlan, plan_trees, tree_loss
 
 
 __all__ = [
+    "STEP_WEIGHTS",
+    "decay_weights",
+    "dpace_weights",
     "AGGREGATIONS",
     "FEATURE_OBJECTIVES",
     "FeatureLoss",

@@ -19,6 +19,7 @@ from gto_hf.drafts import DraftModel
 
 from .objectives import TOKEN_OBJECTIVES, TokenObjective
 from .reading import Readout
+from .step_weights import decay_weights
 
 
 # Draft logits of all unrolled steps that exist at a time: 64 M numbers are 256 MB in float32.
@@ -68,6 +69,7 @@ def token_loss(
     *,
     skip_unsayable: bool = True,
     objective: str | TokenObjective = "kl",
+    weights: torch.Tensor | None = None,
     of_outputs: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
     trained: torch.Tensor | None = None,
     elements: int = LOSS_ELEMENTS,
@@ -86,6 +88,7 @@ def token_loss(
         skip_unsayable (`bool`, *optional*, defaults to `True`): Leave out positions whose most likely target token is
             outside the draft's vocabulary (EAGLE-3's position mask).
         objective (`str` or `Callable`, *optional*, defaults to `"kl"`): One of [`TOKEN_OBJECTIVES`], or a function like them.
+        weights (`torch.FloatTensor` of shape `(B, n, steps)`, *optional*): Of each step of each root; by default `decay**k`.
         of_outputs (`Callable`, *optional*): A further loss `(steps, m)` of draft outputs `(steps, m, H)`, given with the row
             and slot `(m,)` that teach them; counts whatever the vocabulary says.
         trained (`torch.BoolTensor` of shape `(B, n, steps)`, *optional*): Those of `supervised` that have a loss; all by default.
@@ -96,6 +99,7 @@ def token_loss(
     steps, kept = len(features), draft.kept_ids
     between = TOKEN_OBJECTIVES[objective] if isinstance(objective, str) else objective
     trained = supervised if trained is None else trained
+    weights = decay_weights(supervised, decay) if weights is None else weights
     # One entry per taught slot, with the root that each step has there: the target's side is made once for all steps.
     batch, slots = len(roots), int(readout.last)
     column = torch.full((batch, slots + steps), -1, dtype=torch.long, device=roots.device)
@@ -123,10 +127,10 @@ def token_loss(
             loss = between(logits, some.to(logits.dtype), normaliser.to(logits.dtype))
             learnt = counted & trained[row, number.clamp(min=0), step]
             used = learnt & (best >= 0) if skip_unsayable else learnt
-            weight = decay ** torch.arange(steps, device=slot.device, dtype=logits.dtype)
-            each = weight @ loss.masked_fill(~used, 0)
+            weight = weights[row, number.clamp(min=0), step].to(logits.dtype)
+            each = (weight * loss.masked_fill(~used, 0)).sum(0)
             if of_outputs is not None:
-                each = each + weight @ of_outputs(chosen, row, slot).to(logits.dtype).masked_fill(~learnt, 0)
+                each = each + (weight * of_outputs(chosen, row, slot).to(logits.dtype).masked_fill(~learnt, 0)).sum(0)
         with torch.no_grad():
             right = logits.gather(-1, best.clamp(min=0).expand(steps, -1)[..., None])[..., 0] == logits.amax(-1)
             correct = (right & (best >= 0) & counted).sum(1)

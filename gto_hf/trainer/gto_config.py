@@ -15,13 +15,14 @@ import torch
 from trl import SFTConfig
 
 from gto_hf.export import ENGINES
-from gto_hf.gto import AGGREGATIONS, FEATURE_OBJECTIVES, TOKEN_OBJECTIVES
+from gto_hf.gto import AGGREGATIONS, FEATURE_OBJECTIVES, STEP_WEIGHTS, TOKEN_OBJECTIVES
 from gto_hf.hub import publishable
 from gto_hf.tree import TreeConfig
 
 
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     "token_objective": (*TOKEN_OBJECTIVES, *FEATURE_OBJECTIVES),
+    "ttt_weights": STEP_WEIGHTS,
     "gto_objective": ("gto", "tree_kl", "membership"),
     "gto_aggregation": AGGREGATIONS,
     "gto_path": ("greedy", "sample"),
@@ -64,6 +65,9 @@ class GTOConfig(SFTConfig):
             `"hass"` and `"griffin"` to their 1, 3 and 2.
         ttt_decay (`float`, *optional*):
             Step `k` (from 0) weighs `ttt_decay**k`. Defaults to 0.8; for `"eagle"`, `"hass"` and `"griffin"` to 1.
+        ttt_weights (`str`, *optional*, defaults to `"decay"`):
+            `"decay"` weighs the steps of all roots alike. `"dpace"` (arXiv 2605.18810) weighs a step by what the expected length
+            of a drafted chain gains by it: more where the draft gets that far, and goes on. Costs one more pass of the head.
         skip_unsayable (`bool`, *optional*, defaults to `True`):
             Leave positions out of the token loss whose most likely target token is outside the draft's vocabulary.
 
@@ -163,6 +167,9 @@ class GTOConfig(SFTConfig):
     features_path: str | None = field(default=None, metadata={"help": "Folder that keeps the target's features."})
     ttt_steps: int | None = field(default=None, metadata={"help": "Unrolled steps; default: depth of the tree."})
     ttt_decay: float | None = field(default=None, metadata={"help": "Step k of the token loss weighs ttt_decay**k."})
+    ttt_weights: str = field(
+        default="decay", metadata={"help": "How unrolled steps weigh.", "choices": list(_CHOICES["ttt_weights"])}
+    )
     skip_unsayable: bool = field(
         default=True, metadata={"help": "Leave out positions whose top target token the draft cannot say."}
     )

@@ -57,7 +57,12 @@ def training_summary(trainer: Trainer, dataset: str | None) -> dict[str, Any]:
     data = trainer._rows.reports.get("train")
     precision = "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32"
     batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-    objective = {"token_objective": args.token_objective, "ttt_steps": trainer.ttt_steps, "ttt_decay": args.ttt_decay}
+    objective = {
+        "token_objective": args.token_objective,
+        "ttt_steps": trainer.ttt_steps,
+        "ttt_decay": args.ttt_decay,
+        "ttt_weights": args.ttt_weights,
+    }
     term = {name: getattr(args, name) for name in _TREE_TERM} if args.gto_weight > 0 else {"gto_weight": 0}
     base = as_draft(trainer.accelerator.unwrap_model(trainer.model)).name_or_path
     best = state.best_global_step if args.load_best_model_at_end and not trainer.is_in_train else None

@@ -16,6 +16,7 @@ from gto_hf.gto import (
     Sequences,
     TargetReading,
     TokenLoss,
+    dpace_weights,
     feature_token_loss,
     noisy,
     token_loss,
@@ -69,14 +70,25 @@ class TokenTerm:
             "skip_unsayable": self.args.skip_unsayable,
             "largest": largest,
         }
-        if self.recipe is None:
-            return partial(token_loss, draft, objective=self.args.token_objective, **known)
-        return partial(feature_token_loss, draft, recipe=self.recipe, sequences=reading.sequences, **known)
+        if self.recipe is not None:
+            return partial(feature_token_loss, draft, recipe=self.recipe, sequences=reading.sequences, **known)
+        plain = partial(token_loss, draft, objective=self.args.token_objective, **known)
+        if self.args.ttt_weights == "decay":
+            return plain
+        weigh = partial(
+            dpace_weights, draft, input_ids=reading.sequences.input_ids, roots=roots, supervised=supervised
+        )
+        return lambda features: plain(features, weights=weigh(features=features, decay=self.decay, largest=largest))
 
 
 def _recipe(args: GTOConfig, draft: DraftModel) -> FeatureLoss:
     """The published recipe with what the configuration changes."""
     name = args.token_objective
+    if args.ttt_weights != "decay":
+        raise ValueError(
+            f"`ttt_weights={args.ttt_weights!r}` weighs losses on distributions; `token_objective={name!r}` has its own weights. "
+            "Use `kl`, `lk` or `lk_hybrid`, or leave `ttt_weights` at `decay`."
+        )
     if not draft.predicts_features:
         able = ", ".join(f"`{kind}`" for kind, cls in DRAFTS.items() if cls.predicts_features)
         raise ValueError(

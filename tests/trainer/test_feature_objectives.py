@@ -53,6 +53,12 @@ def test_a_draft_without_features_is_refused_at_construction(llama, rows, tmp_pa
             make(draft, llama, rows, tmp_path, token_objective=objective)
 
 
+def test_step_weights_are_for_losses_on_distributions(llama, rows, tmp_path):
+    draft = fresh("eagle", llama)
+    with pytest.raises(ValueError, match="ttt_weights='dpace'.*token_objective='hass'"):
+        make(draft, llama, rows, tmp_path, token_objective="hass", gto_weight=0.0, ttt_weights="dpace")
+
+
 def test_noise_is_refused_with_trees_and_off_by_default(llama, rows, tmp_path):
     draft = fresh("eagle", llama)
     with pytest.raises(ValueError, match="feature_noise=0.2.*gto_weight=0.5"):

@@ -88,8 +88,10 @@ class _Gradients(GTOTrainer):
         return super()._clip_grad_norm(model)
 
 
-@pytest.mark.parametrize("weight, path", [(0.0, "greedy"), (0.5, "greedy"), (0.5, "sample")])
-def test_accumulation_gives_the_gradient_of_the_whole_batch(llama, draft, tmp_path, weight, path):
+@pytest.mark.parametrize(
+    "weight, options", [(0.0, {}), (0.0, {"ttt_weights": "dpace"}), (0.5, {}), (0.5, {"gto_path": "sample"})]
+)
+def test_accumulation_gives_the_gradient_of_the_whole_batch(llama, draft, tmp_path, weight, options):
     rows = written_rows(llama, 4, 26)
     for i, row in enumerate(rows):  # unequal lengths
         rows[i] = {k: v[: 26 - 5 * i] for k, v in row.items()}
@@ -98,7 +100,7 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch(llama, draft, tmp_pa
     for size, steps in ((4, 1), (1, 4), (2, 2)):
         trainer = make(
             copy.deepcopy(moved), llama, rows, tmp_path, cls=_Gradients, per_device_train_batch_size=size,
-            gradient_accumulation_steps=steps, max_steps=1, gto_weight=weight, num_groups=2, gto_path=path,
+            gradient_accumulation_steps=steps, max_steps=1, gto_weight=weight, num_groups=2, **options,
         )  # fmt: skip
         if weight:  # away from the reference, or the GTO gradient would be zero
             torch.manual_seed(7)

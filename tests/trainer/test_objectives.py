@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every objective by its name, under the trainer's options."""
 
+import copy
 import math
 
 import pytest
@@ -59,3 +60,14 @@ def test_adapters_train_on_whole_trees(llama, draft, rows, tmp_path, objective):
     for key, value in base.items():
         assert torch.equal(value, before[key.replace(".base_layer", "")]), key
     assert any(p.grad is not None or "lora_B" in n and p.abs().sum() > 0 for n, p in trainer.model.named_parameters())
+
+
+def test_step_weights_are_chosen_by_name(llama, draft, rows, tmp_path):
+    losses = {}
+    for weights in ("decay", "dpace"):
+        trainer = make(copy.deepcopy(draft), llama, rows, tmp_path, max_steps=2, gto_weight=0.0, ttt_weights=weights)
+        trainer.train()
+        losses[weights] = logs_with(trainer, "token_loss")
+    assert losses["decay"] != losses["dpace"] and torch.tensor(losses["dpace"]).isfinite().all()
+    with pytest.raises(ValueError, match="ttt_weights='other'.*decay, dpace"):
+        make(draft, llama, rows, tmp_path, ttt_weights="other")
