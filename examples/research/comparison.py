@@ -161,7 +161,8 @@ class Comparison:
             seconds = 0.0
             for seed in SEEDS[: self.args.seeds]:
                 folder = self.folder(name, seed)
-                self.train(phase1, folder, seed=seed, max_steps=self.args.steps, learning_rate=rate, **VARIANTS[name])
+                options = {**VARIANTS[name], **self.cheaper(name)}
+                self.train(phase1, folder, seed=seed, max_steps=self.args.steps, learning_rate=rate, **options)
                 seconds = max(seconds, spent(folder))
                 results.setdefault(name, []).append(self.measure(folder))
             if name != "control" and "control" in self.args.variants and not self.args.no_same_time:
@@ -186,6 +187,10 @@ class Comparison:
     def cached(self) -> dict:
         """Options of runs that read the target's features from disk."""
         return {"gto_weight": 0.0, "features_path": str(self.output / "features")}
+
+    def cheaper(self, name: str) -> dict:
+        """Features from disk for variants without trees, unless the time of their steps is asked for."""
+        return self.cached if self.args.no_same_time and VARIANTS[name].get("gto_weight") == 0 else {}
 
     def inits(self) -> None:
         """Short runs of Phase I from different starts."""
@@ -223,7 +228,8 @@ class Comparison:
         found = {}
         for rate in self.args.rates:
             folder = self.output / "tuning" / f"{base}-{rate:g}"
-            self.train(phase1, folder, seed=0, max_steps=TUNING_STEPS, learning_rate=rate, **VARIANTS[base])
+            options = {**VARIANTS[base], **self.cheaper(base)}
+            self.train(phase1, folder, seed=0, max_steps=TUNING_STEPS, learning_rate=rate, **options)
             found[rate] = everywhere(self.measure(folder, self.tuning_texts, "tuning"), "all")
         print(f"{base}: acceptance on held-out rows by learning rate: {found}")
         return max(found, key=found.get)
