@@ -23,6 +23,8 @@ import hashlib
 import json
 import os
 import random
+import shlex
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -163,7 +165,8 @@ class Comparison:
                 folder = self.folder(name, seed)
                 options = {**VARIANTS[name], **self.cheaper(name)}
                 self.train(phase1, folder, seed=seed, max_steps=self.args.steps, learning_rate=rate, **options)
-                seconds = max(seconds, spent(folder))
+                if not self.args.no_same_time:
+                    seconds = max(seconds, spent(folder))
                 results.setdefault(name, []).append(self.measure(folder))
             if name != "control" and "control" in self.args.variants and not self.args.no_same_time:
                 self.same_time(name, phase1, seconds, results)
@@ -178,7 +181,8 @@ class Comparison:
         folder = self.output / "phase1"
         start, options = (self.fresh(), PHASE1) if self.args.start is None else (self.args.start, CONTINUE)
         if self.args.phase1_steps is not None:
-            options = {**options, "max_steps": self.args.phase1_steps}
+            warmup = min(options["warmup_steps"], self.args.phase1_steps // 5)
+            options = {**options, "max_steps": self.args.phase1_steps, "warmup_steps": warmup}
         # Another order than a fresh draft's: what it saw last comes at other times.
         self.train(start, folder, seed=0 if self.args.start is None else 100, **options, **self.cached)
         return folder
@@ -289,6 +293,7 @@ class Comparison:
         log = {
             "seconds_per_step": clock.per_step(),
             "steps": trainer.state.global_step,
+            "features from disk": trainer.args.features_path is not None,
             "log": trainer.state.log_history,
         }
         write(folder / "log.json", json.dumps(log, indent=1))
@@ -413,8 +418,17 @@ def write(path: Path, text: str) -> None:
 
 
 def spent(folder: Path) -> float:
-    """Seconds of training of a finished run."""
+    """
+    Seconds of training of a finished run.
+
+    Raises:
+        ValueError: If it read features from disk, so that its steps were cheaper than they are.
+    """
     log = json.loads((folder / "log.json").read_text(encoding="utf-8"))
+    if log.get("features from disk"):
+        raise ValueError(
+            f"`{folder}` was trained with `--no-same-time`, so the time of its steps is not known. Delete it."
+        )
     return log["seconds_per_step"] * log["steps"]
 
 
@@ -509,8 +523,7 @@ def table(results: dict[str, list[dict]], args: argparse.Namespace, output: Path
         lines.append(f"- tuning {folder.parent.name}: {found:.4f} tokens per round on held-out rows")
     lines += [
         "",
-        f"Command: `python examples/research/comparison.py --steps {args.steps} --rates {' '.join(f'{r:g}' for r in args.rates)} "
-        f"--variants {' '.join(args.variants)} --seeds {args.seeds}`",
+        f"Command: `python examples/research/comparison.py {shlex.join(sys.argv[1:])}`",
         "",
     ]
     return "\n".join(lines)

@@ -114,14 +114,14 @@ class RowEncoder:
         if "input_ids" in has:
             return self._given(row, has)
         if self.formatting_func is not None:
-            return self._text(self.formatting_func(row))
+            return self._text(self.formatting_func(row), row)
         if {"prompt", "completion"} <= has:
             return self._prompt_and_completion(row)
         for name in ("messages", "conversations"):
             if name in has:
                 return self._conversation(row, read_messages(row[name]))
         if self.text_field in has:
-            return self._text(row[self.text_field])
+            return self._text(row[self.text_field], row)
         raise RowError(Skip.NO_CONTENT, f"the row has only {sorted(has)}")
 
     def _given(self, row: Mapping[str, Any], has: set[str]) -> Encoded:
@@ -140,19 +140,22 @@ class RowEncoder:
             raise RowError(Skip.MASKED, "`assistant_only_loss=True` needs `labels` or a mask beside `input_ids`")
         return ids, _labels(ids, [all(bits) for bits in zip(*masks, strict=True)] if masks else [1] * len(ids)), []
 
-    def _text(self, text: Any) -> Encoded:
+    def _text(self, text: Any, row: Mapping[str, Any]) -> Encoded:
         """Plain text, every token trained; ends with the end-of-sequence token."""
         self._refuse_text()
-        ids = self.tokenizer(self._ended(text))["input_ids"]
-        return ids, list(ids), []
+        ids = self.tokenizer(self._ended(text, row))["input_ids"]
+        return ids, list(ids), self._cut(row)
 
-    def _ended(self, text: Any, finished: bool = True) -> str:
+    def _cut(self, row: Mapping[str, Any]) -> list[Note]:
+        return [Note.UNFINISHED] if _unfinished(row) else []
+
+    def _ended(self, text: Any, row: Mapping[str, Any]) -> str:
         if not isinstance(text, str):
             raise RowError(Skip.NOT_TEXT, f"expected text, found {type(text).__name__}")
         if not text.strip():
             raise RowError(Skip.NO_CONTENT, "the text is empty")
         end = self.tokenizer.eos_token or ""
-        return text + end if finished and not text.endswith(end) else text
+        return text if _unfinished(row) or text.endswith(end) else text + end
 
     def _refuse_text(self) -> None:
         if self.assistant_only:
@@ -163,45 +166,51 @@ class RowEncoder:
         if isinstance(prompt, str) and isinstance(completion, str):
             self._refuse_text()
             before = self.tokenizer(prompt)["input_ids"]
-            answer = self._ended(completion, row.get("finished") is not False)
+            answer = self._ended(completion, row)
             ids = self.tokenizer(prompt + answer)["input_ids"]
             # Tokens may merge across the boundary, so the completion starts where the two part.
             start = 0 if self.completion_only is False else len(commonprefix([before, ids]))
-            return ids, _labels(ids, [0] * start + [1] * (len(ids) - start)), []
+            return ids, _labels(ids, [0] * start + [1] * (len(ids) - start)), self._cut(row)
         asked, answered = read_messages(prompt), read_messages(completion)
         return self._conversation(row, asked + answered, len(asked))
 
     def _conversation(self, row: Mapping[str, Any], messages: list[dict[str, Any]], prompt: int = 0) -> Encoded:
         """Messages, of which the first `prompt` are a prompt (0: a whole conversation)."""
         kwargs = {"tools": _tools(row.get("tools")), **_present(row.get("chat_template_kwargs"))}
-        ids, labels, notes = self._whole_conversation(messages, prompt, kwargs)
-        if row.get("finished") is False and messages[-1]["role"] == "assistant":
-            # A length limit cut the answer: the target did not write the end of turn that the template adds.
-            end = unfinished_length(self.tokenizer, messages, ids, **kwargs)
-            ids, labels = ids[:end], labels[:end]
-        return ids, labels, notes
-
-    def _whole_conversation(self, messages: list[dict[str, Any]], prompt: int, kwargs: dict[str, Any]) -> Encoded:
-        """A conversation with all that the template writes; arguments as of [`_conversation`]."""
         notes = []
         if not prompt and self.assistant_only is not False:
             given, messages = len(messages), without_leading_answers(messages)
             notes = [Note.LEADING] * (len(messages) < given)
             if not messages:
                 raise RowError(Skip.NO_ANSWER, "no assistant turn follows a user turn")
+        ids, labels, found = self._whole_conversation(messages, prompt, kwargs)
+        if _unfinished(row) and messages[-1]["role"] == "assistant":
+            end = unfinished_length(self.tokenizer, messages, ids, **kwargs)
+            ids, labels, found = ids[:end], labels[:end], [*found, Note.UNFINISHED]
+        return ids, labels, notes + found
+
+    def _whole_conversation(self, messages: list[dict[str, Any]], prompt: int, kwargs: dict[str, Any]) -> Encoded:
+        """A conversation with all that the template writes; arguments as of [`_conversation`]."""
         first = 0 if self.completion_only is False else prompt
         if self.assistant_only is not False:
             ids, mask, found = assistant_tokens(
                 self.tokenizer, messages, first=first, train_on=self.train_on, **kwargs
             )
-            return ids, _labels(ids, mask), notes + found
+            return ids, _labels(ids, mask), found
         messages, _ = spelled_for_template(self.tokenizer, messages, **kwargs)
         ids = render_ids(self.tokenizer, messages, **kwargs)
         before = []
         if first:
             before = render_ids(self.tokenizer, messages[:first], add_generation_prompt=True, **kwargs)
         start = len(commonprefix([before, ids]))
-        return ids, _labels(ids, [0] * start + [1] * (len(ids) - start)), notes
+        return ids, _labels(ids, [0] * start + [1] * (len(ids) - start)), []
+
+
+def _unfinished(row: Mapping[str, Any]) -> bool:
+    """Whether a length limit cut the row's answer: the target did not write the end that a template adds."""
+    value = row.get("finished")
+    value = value.item() if hasattr(value, "item") else value  # of numpy and torch
+    return isinstance(value, bool) and not value
 
 
 def _packed(row: Mapping[str, Any]) -> bool:

@@ -121,19 +121,26 @@ def assistant_tokens(
 
 def unfinished_length(tokenizer: Any, messages: Messages, ids: list[int], **kwargs: Any) -> int:
     """
-    How many of a conversation's `ids` end with the text of its last message: what the template writes after it is not counted.
+    How many of a conversation's `ids` come before the end of turn that the template writes after its last answer.
+
+    The end is what two conversations have in common that differ in nothing but that answer.
 
     Raises:
-        RowError: If that message has no text, or the template cannot leave its end open.
+        RowError: If the answer was cut in its reasoning, whose end the template would write as well.
     """
-    spelled, _ = spelled_for_template(tokenizer, messages, **kwargs)
-    if not answer_of(messages[-1]).strip():
-        raise RowError(Skip.UNFINISHED, "its last answer was cut before any text")
-    try:
-        open_end = render_ids(tokenizer, spelled, continue_final_message=True, **kwargs)
-    except ValueError as error:  # transformers does not find the text in what the template made of it
-        raise RowError(Skip.UNFINISHED, str(error)[:200]) from error
-    return len(commonprefix([open_end, ids]))
+    last = messages[-1]
+    if reasoning_of(last) and not answer_of(last).strip() and not last.get("tool_calls"):
+        raise RowError(Skip.UNFINISHED, "it was cut in its reasoning")
+    pair = []
+    for answer in ("A", "B"):
+        spelled, _ = spelled_for_template(
+            tokenizer, [*messages[:-1], {"role": "assistant", "content": answer}], **kwargs
+        )
+        pair.append(render_ids(tokenizer, spelled, **kwargs)[::-1])
+    end = len(commonprefix(pair))
+    if ids[len(ids) - end :] != pair[0][:end][::-1]:
+        raise RowError(Skip.UNFINISHED, "the chat template ends it in another way than a plain answer")
+    return len(ids) - end
 
 
 def has_generation_markers(tokenizer: Any, tools: Any = None) -> bool:

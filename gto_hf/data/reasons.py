@@ -16,7 +16,7 @@ class Skip(StrEnum):
     NOT_TEXT = "content is not text"
     TEMPLATE = "refused by the chat template"
     REWRITTEN = "answers rewritten by the chat template"
-    UNFINISHED = "a cut answer whose end the chat template cannot leave open"
+    UNFINISHED = "a cut answer whose end cannot be told from the template's"
     VOCABULARY = "token id outside the vocabulary"
     UNEQUAL = "labels of another length"
     MASKED = "nothing marked for training"
@@ -29,6 +29,7 @@ class Note(StrEnum):
     """What happened to a row that is trained on. The value is what reports say."""
 
     CUT = "cut at max_length"
+    UNFINISHED = "cut answer (`finished` false) trained without an end of turn"
     LEADING = "leading assistant turn left out"
     TURNS = "some answers not trained: the chat template rewrites them"
     REASONING_LOST = "reasoning dropped by the chat template"

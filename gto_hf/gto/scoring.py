@@ -270,7 +270,7 @@ def _read(
         if draws is None:
             chosen = scores.argmax(-1)
         else:
-            chosen = drawn_tokens(scores, draws[ids[some].cpu()]).to(tokens.device)
+            chosen = drawn_tokens(scores, draws[ids[some].cpu()])
         values.write_choices(ids[some], chosen)
 
 

@@ -67,7 +67,9 @@ class GTOConfig(SFTConfig):
             Step `k` (from 0) weighs `ttt_decay**k`. Defaults to 0.8; for `"eagle"`, `"hass"` and `"griffin"` to 1.
         ttt_weights (`str`, *optional*, defaults to `"decay"`):
             `"decay"` weighs the steps of all roots alike. `"dpace"` (arXiv 2605.18810) weighs a step by what the expected length
-            of a drafted chain gains by it: more where the draft gets that far, and goes on. Costs one more pass of the head.
+            of a drafted chain gains by it: more where the draft gets that far, and goes on. Costs one more pass of the head. Such a loss is
+            smaller at first (to a quarter) and can grow as the draft improves: `gto_weight` then weighs more, `ttt_decay` only scales,
+            and evaluation logs the loss with `"decay"`.
         skip_unsayable (`bool`, *optional*, defaults to `True`):
             Leave positions out of the token loss whose most likely target token is outside the draft's vocabulary.
 

@@ -322,7 +322,7 @@ class GTOTrainer(PushingTrainer):
         supervised = supervised_steps(targets, root_list, self.ttt_steps) & real[..., None]
 
         largest = partial(largest_over_ranks, self)
-        of_tokens = self.tokens.loss(draft, reading, root_list, supervised, largest)
+        of_tokens = self.tokens.loss(draft, reading, root_list, supervised, largest, training=mode == "train")
         with self.accelerator.autocast():
             plan = self._plan(unwrapped, draft, reading, groups, valid) if with_groups else None
             of_trees = None if plan is None else partial(self.term.forward, plan=plan)

@@ -48,6 +48,11 @@ class TokenTerm:
         default = tree.depth if draft.reads_features else 1
         self.steps = args.ttt_steps or (default if self.recipe is None else self.recipe.steps)
         self.decay = args.ttt_decay or (0.8 if self.recipe is None else 1.0)
+        if args.ttt_weights != "decay" and self.steps < 2:
+            raise ValueError(
+                f"`ttt_weights={args.ttt_weights!r}` divides a root's weight among unrolled steps, but there is one. Raise `ttt_steps`, "
+                "or leave `ttt_weights` at `decay`."
+            )
 
     def read(self, sequences: Sequences, *, training: bool) -> Sequences:
         """What the draft reads of a batch: in training, features with the recipe's noise."""
@@ -60,8 +65,15 @@ class TokenTerm:
         roots: torch.Tensor,
         supervised: torch.Tensor,
         largest: Callable[[int], int],
+        *,
+        training: bool,
     ) -> Callable[[list[torch.Tensor]], TokenLoss]:
-        """The loss of a batch as a function of the draft's outputs; arguments as of [`token_loss`]."""
+        """
+        The loss of a batch as a function of the draft's outputs; arguments as of [`token_loss`].
+
+        Weights that grow with the draft's confidence are for gradients only: in evaluation they would make a better draft's
+        loss larger.
+        """
         known = {
             "readout": reading.readout,
             "roots": roots,
@@ -73,7 +85,7 @@ class TokenTerm:
         if self.recipe is not None:
             return partial(feature_token_loss, draft, recipe=self.recipe, sequences=reading.sequences, **known)
         plain = partial(token_loss, draft, objective=self.args.token_objective, **known)
-        if self.args.ttt_weights == "decay":
+        if self.args.ttt_weights == "decay" or not training:
             return plain
         weigh = partial(
             dpace_weights, draft, input_ids=reading.sequences.input_ids, roots=roots, supervised=supervised

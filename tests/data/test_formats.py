@@ -3,6 +3,7 @@
 
 import json
 
+import numpy
 import pytest
 import torch
 from datasets import Dataset
@@ -84,15 +85,43 @@ def test_an_answer_that_was_cut_is_trained_without_an_end_that_nobody_wrote(name
     )
 
 
-def test_cut_answers_of_other_formats():
-    assert trained({"prompt": "Hello ", "completion": "you", "finished": False}) == "·you"
-    split = {"prompt": TWO_TURNS[:3], "completion": TWO_TURNS[3:], "finished": False}
+CUT = ["cut answer (`finished` false) trained without an end of turn"]
+
+
+@pytest.mark.parametrize("false", [False, numpy.False_, torch.tensor(False)])
+def test_cut_answers_of_other_formats(false):
+    assert trained({"prompt": "Hello ", "completion": "you", "finished": false}) == "·you"
+    assert trained({"text": "Hello you", "finished": false}) == "Hello you"
+    split = {"prompt": TWO_TURNS[:3], "completion": TWO_TURNS[3:], "finished": false}
     assert trained(split) == "·A bot."
-    thought = {
-        "messages": [*chat("Hi"), {"role": "assistant", "content": "", "reasoning_content": "Hm"}],
+    for row in (split, {"messages": TWO_TURNS, "finished": false}, {"text": "Hello you", "finished": false}):
+        assert notes(row) == CUT
+    for other in (True, None, 0, "no"):  # of another meaning
+        assert notes({"messages": TWO_TURNS, "finished": other}) == []
+
+
+def test_a_cut_conversation_that_starts_with_an_answer_loses_only_that():
+    row = {"messages": [{"role": "assistant", "content": "Welcome."}, *TWO_TURNS], "finished": False}
+    assert trained(row) == "·Hello you.<|im_end|>\n·A bot."
+
+
+def test_calls_and_thoughts_of_a_cut_answer_stay():
+    template = real_template("qwen3")
+    call = {"type": "function", "function": {"name": "look", "arguments": {"up": 1}}}
+    asked = {**chat("Hi", "Wait.")[1], "tool_calls": [call]}
+    for answer in (asked, {**asked, "content": ""}):
+        row = {"messages": [*chat("Hi"), answer], "finished": False}
+        assert trained(row, template).endswith("</tool_call>")
+        assert trained({**row, "finished": True}, template).endswith("</tool_call><|im_end|>\n")
+    inline = {
+        "messages": [*chat("Hi"), {"role": "assistant", "content": "<think>Hm.</think>A bot"}],
         "finished": False,
     }
-    assert notes(thought, real_template("qwen3")) == ["a cut answer whose end the chat template cannot leave open"]
+    assert trained(inline, template).endswith("</think>\n\nA bot")
+    thought = {"messages": [*chat("Hi"), {"role": "assistant", "content": "", "reasoning_content": "Hm"}]}
+    assert notes({**thought, "finished": False}, template) == [
+        "a cut answer whose end cannot be told from the template's"
+    ]
 
 
 def test_ids_are_taken_as_they_are():

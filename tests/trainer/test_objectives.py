@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig
 
 from tests.tiny import tiny_draft
@@ -69,5 +70,20 @@ def test_step_weights_are_chosen_by_name(llama, draft, rows, tmp_path):
         trainer.train()
         losses[weights] = logs_with(trainer, "token_loss")
     assert losses["decay"] != losses["dpace"] and torch.tensor(losses["dpace"]).isfinite().all()
+    decayed, weighed = (
+        make(
+            copy.deepcopy(draft),
+            llama,
+            rows,
+            tmp_path,
+            eval_rows=Dataset.from_list(rows),
+            gto_weight=0.0,
+            ttt_weights=weights,
+        )
+        for weights in ("decay", "dpace")
+    )
+    assert decayed.evaluate()["eval_loss"] == weighed.evaluate()["eval_loss"]  # comparable whatever trains
+    with pytest.raises(ValueError, match="ttt_weights='dpace'.*there is one"):
+        make(draft, llama, rows, tmp_path, ttt_weights="dpace", ttt_steps=1)
     with pytest.raises(ValueError, match="ttt_weights='other'.*decay, dpace"):
         make(draft, llama, rows, tmp_path, ttt_weights="other")
