@@ -3,10 +3,16 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy import stats
 
-from gto_hf.gto.draws import _mix, drawn_tokens
+from gto_hf.gto.draws import _mix, drawn_tokens, node_draws
+from gto_hf.gto.sequences import Sequences
+from gto_hf.gto.trie import build_trie
+from gto_hf.tree import DraftTree
 from tests.gto.plans import batch_of, perturbed, plan_for
+from tests.gto.random_trees import VOCAB, random_trees
 from tests.tiny import tiny_draft
 
 
@@ -81,6 +87,33 @@ def test_a_node_is_drawn_as_often_as_the_target_says(llama, rows):
     assert expected.min() > 0
     error = (3 * expected / draws).sqrt()  # lengths are at most 3, so their variance is at most 3 times their mean
     assert ((accepted / draws - expected).abs() < 4 * error).all()
+
+
+@settings(deadline=None, max_examples=60)
+@given(seed=st.integers(0, 10_000), pad=st.integers(0, 3))
+def test_a_nodes_number_is_its_path_whatever_text_may_be_stood_on(seed, pad):
+    """Which logits of the text are at hand depends on the other rows of a batch; padding on its layout."""
+    generator = torch.Generator().manual_seed(seed)
+    text = torch.randint(0, VOCAB, (2, 9), generator=generator)
+    roots = torch.stack([torch.randperm(6, generator=generator)[:3].sort().values + 1 for _ in range(2)])
+    trees = random_trees(generator, roots.tolist(), text, 8)
+    keep, seeds = torch.ones(6, dtype=torch.bool), torch.tensor([3, 4])
+
+    def numbers(rows, on_text, left=0):
+        ids = torch.nn.functional.pad(text[rows], (left, 0))
+        valid = torch.arange(ids.shape[1]).expand_as(ids) >= left
+        some = [row * 3 + j for row in rows for j in range(3)]
+        own = DraftTree(trees.tokens[some], trees.parents[some], trees.depths[some], trees.scores[some])
+        stands = torch.nn.functional.pad(on_text[rows], (left, 0))
+        trie = build_trie([own], roots[rows] + left, keep[some], ids, stands & valid, VOCAB)
+        sequences = Sequences(ids, torch.zeros(*ids.shape, 1), valid, valid.cumsum(1) - 1)
+        return node_draws(trie, seeds[rows], sequences)[trie.ids[0]]
+
+    everywhere = torch.ones(2, 9, dtype=torch.bool)
+    whole = numbers([0, 1], everywhere)
+    assert torch.equal(whole, numbers([0, 1], torch.arange(9).expand(2, -1) < 5))
+    assert torch.equal(whole[3:], numbers([1], everywhere, left=pad))
+    assert torch.equal(whole[:3], numbers([0], torch.rand(2, 9, generator=generator) < 0.5))
 
 
 def test_draws_of_different_nodes_are_uniform_and_independent():

@@ -6,29 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gto_hf.gto.trie import build_trie, chunks
-from gto_hf.tree import DraftTree
-
-
-VOCAB = 4
-
-
-def random_trees(generator, roots, text, nodes):
-    """Trees over a tiny vocabulary below the given slots of a text, distinct children, parents before children."""
-    tokens, parents, depths = [], [], []
-    for b, row in enumerate(roots):
-        for root in row:
-            made = {}
-            t, p, d = [int(text[b, root])], [0], [0]
-            while len(t) <= nodes:
-                parent = int(torch.randint(0, len(t), (1,), generator=generator))
-                token = int(torch.randint(0, VOCAB, (1,), generator=generator))
-                if (parent, token) in made:
-                    continue
-                made[parent, token] = len(t)
-                t.append(token), p.append(parent), d.append(d[parent] + 1)
-            tokens.append(t), parents.append(p), depths.append(d)
-    tensors = [torch.tensor(x) for x in (tokens, parents, depths)]
-    return DraftTree(*tensors, torch.zeros_like(tensors[0]).float())
+from tests.gto.random_trees import VOCAB, random_trees
 
 
 @settings(deadline=None, max_examples=60)
