@@ -55,7 +55,8 @@ def node_draws(trie: Trie, seeds: torch.Tensor, sequences: Sequences) -> torch.T
         here = (offsets == level).nonzero()[:, 0]
         above, token = parents[here], tokens[here]
         following = (slot[above] + 1).clamp(max=trie.slots - 1)
-        repeats = (slot[above] >= 0) & (following % length > 0) & valid[following] & (text[following] == token)
+        inside = (slot[above] >= 0) & (slot[above] % length < length - 1)  # the row goes on
+        repeats = inside & valid[following] & (text[following] == token)
         slot[trie.slots + here] = torch.where(repeats, following, -1)
         found[trie.slots + here] = torch.where(repeats, found[following], _mix(found[above] + _mix(token)))
     return _shifted(found, 11).double() / 2**53
