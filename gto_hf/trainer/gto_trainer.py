@@ -363,9 +363,8 @@ class GTOTrainer(PushingTrainer):
     def _sample_groups(self, roots: torch.Tensor, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """Groups of this micro-batch; they follow from seed, step and row, so ranks, layout and resuming change nothing."""
         args, step = self.args, self.state.global_step if self.model.training else self.eval_groups_step
-        self._seeds = row_seeds(
-            args.seed, step, inputs["input_ids"], inputs["attention_mask"].bool()
-        )  # of sampled paths too
+        # Of sampled paths too.
+        self._seeds = row_seeds(args.seed, step, inputs["input_ids"], inputs["attention_mask"].bool())
         rows = row_generators(self._seeds) if args.group_positions == "random" else None
         return sample_groups(roots, args.num_groups, args.group_size, rows)
 

@@ -39,28 +39,28 @@ def _close(name: str, mine: torch.Tensor, theirs: torch.Tensor) -> None:
     torch.testing.assert_close(mine, theirs, atol=2e-3, rtol=1e-3, msg=lambda text: f"{name}: {text}")
 
 
+def _asked_for(case: Case, name: str, stock: Call, tree: Call) -> list[tuple]:
+    """A record of every step, the draft's call's and stock's; none if it was not asked for."""
+    theirs, mine = getattr(stock.output, name), getattr(tree.output, name)
+    if f"output_{name}" not in case.case:
+        assert mine is None
+        return []
+    assert len(mine) == len(theirs), name
+    return list(zip(mine, theirs, strict=True))
+
+
 def _compare_records(case: Case, stock: Call, tree: Call, ends: list[int]) -> None:
     """Scores, logits, states, attentions of every row's own tokens."""
     asked = case.case
     for name in ("scores", "logits"):
-        theirs, mine = getattr(stock.output, name), getattr(tree.output, name)
-        if f"output_{name}" not in asked:
-            assert mine is None
-            continue
-        assert len(mine) == len(theirs), name
-        for step, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+        for step, (a, b) in enumerate(_asked_for(case, name, stock, tree)):
             live = [row for row, end in enumerate(ends) if step < end]
             if name == "scores" and asked.get("watermarking_config") == "synthid":
                 a, b = a.softmax(-1), b.softmax(-1)  # logarithms of differences: small ones are mostly rounding
             _close(f"{name}[{step}]", a[live], b[live])
     for name in ("hidden_states", "attentions"):
-        theirs, mine = getattr(stock.output, name), getattr(tree.output, name)
-        if f"output_{name}" not in asked:
-            assert mine is None
-            continue
-        assert len(mine) == len(theirs), name
-        for step, (a, b) in enumerate(zip(mine, theirs, strict=True)):
-            assert len(a) == len(b)
+        for step, (a, b) in enumerate(_asked_for(case, name, stock, tree)):
+            assert len(a) == len(b), name
             live = [row for row, end in enumerate(ends) if step < end]
             for layer, (x, y) in enumerate(zip(a, b, strict=True)):
                 if y is None:
