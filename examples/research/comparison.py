@@ -96,7 +96,12 @@ def main() -> None:
     parser.add_argument("--questions", nargs="+", default=["chat", "code", "math"], help="sets or JSON Lines files")
     parser.add_argument("--output", type=Path, help="default: runs/comparison, with --smoke runs/comparison-smoke")
     parser.add_argument("--start", type=Path, help="a trained draft that Phase I continues (default: a fresh one)")
-    parser.add_argument("--phase1-steps", type=int, help="steps of Phase I (default: 1.5 epochs, 400 with `--start`)")
+    parser.add_argument(
+        "--phase1-steps", type=int, help="steps of Phase I (default: 1.5 epochs, 400 with `--start`); 0: none"
+    )
+    parser.add_argument(
+        "--ttt-steps", type=int, default=TTT_STEPS, help="unrolled steps of the token loss, of every run"
+    )
     parser.add_argument("--variants", nargs="+", default=list(MAIN), choices=list(VARIANTS))
     parser.add_argument("--seeds", type=int, default=len(SEEDS), help="how many of the seeds")
     parser.add_argument("--steps", type=int, default=STEPS, help="steps of every variant")
@@ -179,10 +184,17 @@ class Comparison:
     def phase1(self) -> Path:
         """The draft that everything starts from; later epochs read the target's features from disk."""
         folder = self.output / "phase1"
-        start, options = (self.fresh(), PHASE1) if self.args.start is None else (self.args.start, CONTINUE)
+        if self.args.start is None:
+            start, options = self.fresh(), PHASE1
+        else:
+            start, options = AutoDraft.from_pretrained(self.args.start, dtype=torch.float32), CONTINUE
         if self.args.phase1_steps is not None:
             warmup = min(options["warmup_steps"], self.args.phase1_steps // 5)
             options = {**options, "max_steps": self.args.phase1_steps, "warmup_steps": warmup}
+        if self.args.phase1_steps == 0:
+            same_as_before(folder / "facts.json", {"draft": weights_hash(start)}, folder.exists())
+            start.save_pretrained(folder)
+            return folder
         # Another order than a fresh draft's: what it saw last comes at other times.
         self.train(start, folder, seed=0 if self.args.start is None else 100, **options, **self.cached)
         return folder
@@ -259,7 +271,7 @@ class Comparison:
         settings = {
             "per_device_train_batch_size": ROWS,
             "max_length": MAX_LENGTH,
-            "ttt_steps": TTT_STEPS,
+            "ttt_steps": self.args.ttt_steps,
             "lr_scheduler_type": "cosine",
             "warmup_steps": 10 if options.get("max_steps", 0) >= 150 else 5,
             "train_sampling_strategy": "group_by_length",

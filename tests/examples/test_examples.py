@@ -88,6 +88,26 @@ def test_the_comparison_runs_goes_on_and_refuses_another_ones_results(models, ex
         run("--output", str(tmp_path / "stranger"))
 
 
+def test_the_comparison_starts_from_a_draft_as_it_is(models, example, tmp_path, monkeypatch, capsys):
+    module = example("research/comparison")
+    monkeypatch.setattr(module, "load_target", partial(quickstart.load_target, models / "target", dtype=torch.float32))
+    trained = []
+    monkeypatch.setattr(
+        module, "GTOConfig", lambda *args, **options: trained.append(options) or gto_hf.GTOConfig(*args, **options)
+    )
+    argv = ["comparison.py", "--smoke", "--output", str(tmp_path / "out"), "--train", str(models / "rows.jsonl")]
+    argv += ["--questions", str(models / "chats.jsonl"), "--start", str(models / "draft"), "--phase1-steps", "0"]
+    monkeypatch.setattr("sys.argv", [*argv, "--ttt-steps", "2", "--variants", "control"])
+    for _ in range(2):
+        module.main()
+        assert "| control |" in capsys.readouterr().out
+    assert [options["ttt_steps"] for options in trained] == [
+        2
+    ]  # Phase I is skipped, and what is there is not made again
+    start, kept = (gto_hf.AutoDraft.from_pretrained(path) for path in (models / "draft", tmp_path / "out" / "phase1"))
+    assert all(torch.equal(mine, kept.state_dict()[name].to(mine)) for name, mine in start.state_dict().items())
+
+
 def test_examples_are_short_and_each_has_a_test():
     here = Path(__file__).read_text()
     for path in FOLDER.glob("*.py"):
