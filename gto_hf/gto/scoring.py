@@ -118,9 +118,10 @@ def score_trees(
     needed = _needed(trie, trees, known, values)
     _read_text(trie, ids, readout, values, temperature, draws)
     groups = chunks(trie, batch, max_nodes, needed)
+    most = largest(len(groups))  # before the first forward: ranks may ask each other only where all of them do
     for group in groups:
         _forward(target, readout.head, cache, trie, sequences, group, values, temperature, draws)
-    for _ in range(largest(len(groups)) - len(groups)):
+    for _ in range(most - len(groups)):
         target(input_ids=ids[:, :1], use_cache=False)
     scores = [
         _of_trees(tree, own, values, eos_ids, keep) if some is None else some

@@ -238,6 +238,36 @@ def test_nothing_below_end_of_sequence_is_accepted(llama, rows):
     assert (scores.node_log_probs[below] == -torch.inf).all() and (scores.choices[ended] == -1).all()
 
 
+def test_ranks_agree_on_the_number_of_forwards_before_the_first(llama, rows):
+    """A target that is split over ranks forwards together or not at all: asking in between would wait for ever."""
+    from gto_hf.gto import score_trees
+
+    reference = tiny_draft(llama)
+    draft, batch = perturbed(reference), batch_of(llama, rows)
+    _, reading, groups, _ = plan_for(llama, draft, reference, batch)
+    roots = groups.flatten(1)
+    with torch.no_grad():
+        trees = SequencePrefix(draft, reading.sequences).grow(roots, TREE)
+    forwards, asked = [], []
+    hook = llama.register_forward_pre_hook(lambda *_: forwards.append(1))
+
+    def another_rank_has_more(number):
+        asked.append((number, len(forwards)))
+        return number + 2
+
+    (scores,), *_ = score_trees(
+        llama, reading.cache, [trees], roots, reading.sequences, reading.readout, EOS_IDS, max_nodes=2,
+        largest=another_rank_has_more,
+    )  # fmt: skip
+    hook.remove()
+    ((own, before),) = asked
+    assert before == 0 and own > 1 and len(forwards) == own + 2
+    (alone,), *_ = score_trees(
+        llama, reading.cache, [trees], roots, reading.sequences, reading.readout, EOS_IDS
+    )
+    torch.testing.assert_close(scores.node_log_probs, alone.node_log_probs, atol=1e-5, rtol=1e-5)
+
+
 def test_only_distinct_inner_nodes_off_the_text_are_forwarded(llama, rows):
     """Counted by hand: leaves, nodes of equal path, and nodes that are the text itself cost nothing."""
     reference = tiny_draft(llama)
