@@ -262,9 +262,7 @@ def test_ranks_agree_on_the_number_of_forwards_before_the_first(llama, rows):
     hook.remove()
     ((own, before),) = asked
     assert before == 0 and own > 1 and len(forwards) == own + 2
-    (alone,), *_ = score_trees(
-        llama, reading.cache, [trees], roots, reading.sequences, reading.readout, EOS_IDS
-    )
+    (alone,), *_ = score_trees(llama, reading.cache, [trees], roots, reading.sequences, reading.readout, EOS_IDS)
     torch.testing.assert_close(scores.node_log_probs, alone.node_log_probs, atol=1e-5, rtol=1e-5)
 
 
