@@ -188,13 +188,13 @@ class Comparison:
             start, options = self.fresh(), PHASE1
         else:
             start, options = AutoDraft.from_pretrained(self.args.start, dtype=torch.float32), CONTINUE
-        if self.args.phase1_steps is not None:
-            warmup = min(options["warmup_steps"], self.args.phase1_steps // 5)
-            options = {**options, "max_steps": self.args.phase1_steps, "warmup_steps": warmup}
         if self.args.phase1_steps == 0:
             same_as_before(folder / "facts.json", {"draft": weights_hash(start)}, folder.exists())
             start.save_pretrained(folder)
             return folder
+        if self.args.phase1_steps is not None:
+            warmup = min(options["warmup_steps"], self.args.phase1_steps // 5)
+            options = {**options, "max_steps": self.args.phase1_steps, "warmup_steps": warmup}
         # Another order than a fresh draft's: what it saw last comes at other times.
         self.train(start, folder, seed=0 if self.args.start is None else 100, **options, **self.cached)
         return folder

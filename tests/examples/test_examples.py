@@ -101,9 +101,8 @@ def test_the_comparison_starts_from_a_draft_as_it_is(models, example, tmp_path, 
     for _ in range(2):
         module.main()
         assert "| control |" in capsys.readouterr().out
-    assert [options["ttt_steps"] for options in trained] == [
-        2
-    ]  # Phase I is skipped, and what is there is not made again
+    # Phase I is skipped, and what is there is not made again.
+    assert [options["ttt_steps"] for options in trained] == [2]
     start, kept = (gto_hf.AutoDraft.from_pretrained(path) for path in (models / "draft", tmp_path / "out" / "phase1"))
     assert all(torch.equal(mine, kept.state_dict()[name].to(mine)) for name, mine in start.state_dict().items())
 
